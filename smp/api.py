@@ -23,6 +23,7 @@ from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.delayed_init import build_on_meta, first_ranks_seed
 from smp.environment import malloc
 from smp.errors import ConfigError, UserError
+from smp.faults.agreement import require_same_weights
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.added import leave_out_frozen
 from smp.models.registry import build_model, family_of
@@ -34,6 +35,7 @@ from smp.parallel.offload import apply_activation_offload, build_store
 from smp.parallel.optimizers import following_optimizers
 from smp.parallel.parallelize import fill_model
 from smp.parallel.parallelize import parallelize as _parallelize
+from smp.parallel.refusals import refuse_saving, require_kind, require_model, require_unsharded
 from smp.parallel.sequences import log_probs
 from smp.parallel.sharding import average_gradients, refuse_added, reshard
 from smp.parallel.technique import Setup
@@ -178,14 +180,20 @@ def transform(
         cp_comm_type: communication of context parallelism, as :class:`smp.ParallelConfig`'s; None: that of ``init``.
 
     Raises:
-        UserError: ``init`` was not called, the architecture is not supported, or a degree does not fit it.
+        UserError: ``init`` was not called, the architecture is not supported, a degree does not fit it, or ranks that
+            would split them have different weights.
     """
     current = _require_init("smp.transform")
     if config is not None:
         raise UserError("smp.transform: config is for mixture-of-experts models, which are out of scope for now")
     _check_exchange("smp.transform", cp_comm_type)
+    require_model("smp.transform", model)
+    if current.tp is not None and not is_split(model) and not load_state_dict_from_rank0:
+        require_same_weights(model, "smp.transform")
     with following_optimizers(model):
         _split(model, current, from_rank0=load_state_dict_from_rank0, exchange=cp_comm_type)
+    if is_split(model):
+        refuse_saving(model)
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model
 
 
@@ -234,14 +242,23 @@ def parallelize(
             the rank's, of its own tokens.
 
     Raises:
-        UserError: ``init`` was not called, the architecture is not supported, or some ranks alone have a meta model.
+        UserError: ``init`` was not called, the architecture is not supported, some ranks alone have a meta model, or
+            ranks have different weights.
     """
-    current, family = _require_init("smp.parallelize"), family_of(model.config)
+    current = _require_init("smp.parallelize")
+    require_model("smp.parallelize", model)
+    require_unsharded("smp.parallelize", model)
+    require_kind("smp.parallelize", "dtype", dtype, torch.dtype, "torch.bfloat16")
+    require_kind("smp.parallelize", "activation", activation, ActivationConfig, "smp.ActivationConfig()")
+    require_kind("smp.parallelize", "loss", loss, LossConfig, "smp.LossConfig()")
+    family = family_of(model.config)
     if gradient_reduction not in ("sum", "mean"):
         raise UserError(f"smp.parallelize: gradient_reduction {gradient_reduction!r} is not allowed: give sum or mean")
     on_meta = _is_on_meta(model, current.mesh)
     if activation is None:
         activation = ActivationConfig(activation_checkpointing=activation_checkpointing)
+    if not is_split(model):
+        require_same_weights(model, "smp.parallelize")
     with following_optimizers(model):
         _split(model, current)
         _parallelize(
@@ -261,6 +278,7 @@ def parallelize(
                 seed = first_ranks_seed([None], device)
             fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
     refuse_added(model, "smp.parallelize")
+    refuse_saving(model)
     return model
 
 
@@ -359,6 +377,8 @@ def meta_init(config: Any, *, attn_implementation: str | None = None) -> nn.Modu
     Raises:
         UserError: the architecture is not supported.
     """
+    if not hasattr(config, "model_type"):
+        raise UserError(f"smp.meta_init takes a config, got {config!r}: give AutoConfig.from_pretrained(directory)")
     return build_on_meta(functools.partial(build_model, config, attn_implementation=attn_implementation))
 
 
@@ -372,6 +392,7 @@ def load_pretrained(model: nn.Module, weights: str | os.PathLike[str]) -> nn.Mod
     Raises:
         UserError: files that cannot be read or do not fit the model; no parameter is changed then.
     """
+    require_model("smp.load_pretrained", model)
     reshard(model)  # a gathered parameter is not the one that the optimizer updates
     load_pretrained_(model, Path(weights), hf_config=model.config)
     leave_out_frozen(model, Path(weights))

@@ -101,8 +101,13 @@ class Section:
 
     @staticmethod
     def independent(found: list[str], earlier: list[str]) -> list[str]:
-        """Return the problems without those that name a flag which ``earlier`` ones refuse: they follow from it."""
+        """Return the problems without those that name a flag which ``earlier`` ones refuse: they follow from it.
+
+        From a file of ``--config`` that was not read any may follow.
+        """
         refused = {text.split()[0] for text in earlier}
+        if "--config" in refused:
+            return []
         return [text for text in found if refused.isdisjoint(re.findall(r"--\w+", text))]
 
     def problems(self) -> list[str]:

@@ -35,17 +35,23 @@ def count_valid_tokens(labels: torch.Tensor, *, shifted: bool = False) -> int:
     return int((labels[:, 0 if shifted else 1 :] != IGNORE_INDEX).sum())
 
 
-def check_labels(labels: torch.Tensor, vocabulary: int) -> None:
-    """Refuse labels that are neither ignored nor in the vocabulary; on GPUs the error is raised asynchronously.
+def check_ids(ids: torch.Tensor, vocabulary: int, *, labels: bool = False) -> None:
+    """Refuse tokens outside the vocabulary; on GPUs the error is raised asynchronously.
+
+    Args:
+        labels: they are labels, of which some may be ignored.
 
     Raises:
         ValueError: on a CPU, naming one.
     """
-    good = (labels == IGNORE_INDEX) | ((labels >= 0) & (labels < vocabulary))
-    if labels.is_cuda:
-        torch._assert_async(good.all())  # without waiting for the GPU
+    good = (ids >= 0) & (ids < vocabulary)
+    if labels:
+        good |= ids == IGNORE_INDEX
+    if type(good) is not torch.Tensor or good.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(good.all())  # without waiting for the GPU; fake and traced tensors have no values to read
     elif not good.all():
-        raise ValueError(f"label {int(labels[~good][0])} is outside the vocabulary of {vocabulary} and not ignored")
+        what, end = ("label", " and not ignored") if labels else ("input id", "")
+        raise ValueError(f"{what} {int(ids[~good][0])} is outside the vocabulary of {vocabulary}{end}")
 
 
 def causal_lm_loss_sum(logits: torch.Tensor, labels: torch.Tensor, *, shifted: bool = False) -> torch.Tensor:
@@ -77,7 +83,7 @@ def _split_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
     (placement,), mesh = logits.placements, logits.device_mesh
     if not isinstance(placement, Shard) or placement.dim not in (-1, logits.ndim - 1):
         raise ValueError(f"logits are laid out as {placement}: the vocabulary must be split")
-    check_labels(labels, logits.shape[-1])
+    check_ids(labels, logits.shape[-1], labels=True)
     first = mesh.get_local_rank() * -(-logits.shape[-1] // mesh.size())
     own = logits.to_local()
     flat = own.reshape(-1, own.shape[-1])

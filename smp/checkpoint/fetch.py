@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import os
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -209,8 +210,8 @@ def _newer_than_here(
     if remote and newest < 0:
         url = remote[-1][2].store
         raise UserError(
-            f"none of the {len(remote)} checkpoints in {url} is valid: run `smp verify {url}` to see what is wrong, or "
-            f"start anew with another --checkpoint_dir"
+            f"none of the {len(remote)} checkpoints in {url} is valid: run `smp verify {shlex.quote(str(url))}` to see "
+            f"what is wrong, or start anew with another --checkpoint_dir"
         )
     return None
 

@@ -26,6 +26,7 @@ from smp.models.added import AddedParameter, added_parameters, left_out
 from smp.models.family import Family
 from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
+from smp.parallel.refusals import require_model
 from smp.parallel.sharding import reshard
 
 logger = logging.getLogger(__name__)
@@ -300,6 +301,8 @@ def export_hf(
         RunError: it cannot be written; raised on every rank.
     """
     added = added or {}
+    if hf_config is None:
+        require_model("smp.export_hf", model)
     if isinstance(model, nn.Module):
         reshard(model)  # a gathered parameter is in the dtype of the computation
         added, left = added_parameters(model), left_out(model)

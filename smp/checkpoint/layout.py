@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -163,7 +164,7 @@ def _newest_whole(
     if present:
         raise UserError(
             f"none of the {len(present)} checkpoints in {present[-1].path.parent} is valid: run `smp verify "
-            f"{present[-1].path.parent}` to see what is wrong, or start anew in another {others}"
+            f"{shlex.quote(str(present[-1].path.parent))}` to see what is wrong, or start anew in another {others}"
         )
     for directory in directories:
         for found in sorted(_named(directory, model_name), key=lambda c: c.step):

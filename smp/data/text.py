@@ -129,6 +129,18 @@ class TextTokenizer:
         )
 
 
+def contradiction(folder: str, other: str) -> str | None:
+    """Return a token that two tokenizers have under different ids, with these; None: none, or one cannot be loaded."""
+    try:
+        ids, others = (TextTokenizer(each).hugging_face.get_vocab() for each in (folder, other))
+    except UserError:
+        return None
+    found = ((token, number, others.get(token, number)) for token, number in ids.items())
+    return next(
+        (f"{token!r} is {one} in {folder} and {two} in {other}" for token, one, two in found if one != two), None
+    )
+
+
 def _prefix(tokenizer: Any) -> list[int]:
     """Return the ids that a tokenizer puts in front of a text: mostly its beginning-of-sequence token, or none."""
     text = "a"

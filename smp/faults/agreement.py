@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from smp.errors import UserError
 
@@ -80,7 +82,7 @@ def require_same(mine: dict[str, Any], advice: str, before: str = "") -> None:
     """Compare values by name with those of all ranks; collective.
 
     Args:
-        mine: this rank's.
+        mine: this rank's; what rank 0 does not name is not compared.
         advice: what to do about a difference.
         before: what the sentence begins with.
 
@@ -91,8 +93,32 @@ def require_same(mine: dict[str, Any], advice: str, before: str = "") -> None:
     dist.all_gather_object(everyone, mine)
     for rank, theirs in enumerate(everyone):
         for what, value in theirs.items():
-            if value != everyone[0][what]:
+            if value != (first := everyone[0].get(what, value)):
                 raise UserError(
-                    f"{before}rank {rank} disagrees with rank 0 on {what}: {value} there, {everyone[0][what]} here; "
-                    f"{advice}"
+                    f"{before}rank {rank} disagrees with rank 0 on {what}: {value} there, {first} here; {advice}"
                 )
+
+
+def require_same_weights(model: nn.Module, caller: str) -> None:
+    """Refuse a model of which each rank would shard its own; collective.
+
+    A part of each parameter is compared, which other seeds or files make another one. One on the meta device is not.
+
+    Raises:
+        UserError: on every rank, naming the first parameter that differs.
+    """
+    mine = {f"the values of {name}": _sample(p) for name, p in model.named_parameters() if not p.is_meta}
+    require_same(
+        mine,
+        "give all ranks the same weights: call torch.manual_seed(0) on each before the model is made, load the same "
+        "files, or take rank 0's by smp.transform(model, load_state_dict_from_rank0=True)",
+        before=f"{caller}: ",
+    )
+
+
+def _sample(values: torch.Tensor) -> str:
+    """Return a checksum of some values from end to end; the last ones may alone be new, as of added tokens."""
+    flat = values.detach().reshape(-1)
+    parts = (flat[:: max(1, flat.numel() // 64)], flat[-8:])
+    some = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+    return f"checksum {zlib.crc32(some.cpu().numpy().tobytes()):08x}"

@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from smp.errors import UserError
 from smp.log import get_logger
-from smp.loss import IGNORE_INDEX, check_labels, token_losses_
+from smp.loss import IGNORE_INDEX, check_ids, token_losses_
 from smp.models.family import LogitTransform
 from smp.parallel.targets import Targets, targets_of
 
@@ -268,7 +268,7 @@ def linear_cross_entropy(
     """
     check_chunk(chunk_tokens)
     targets = targets_of(labels).to(hidden.device)
-    check_labels(targets.labels, vocabulary or weight.shape[0])
+    check_ids(targets.labels, vocabulary or weight.shape[0], labels=True)
     if not torch.is_grad_enabled():  # autograd asks a function for the gradients of parameters all the same
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     how = _How(chunk_tokens, split, z_loss, logits)

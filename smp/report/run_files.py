@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,9 @@ def _checkpoint_dirs(path: Path, attempts: list[Attempt], notes: list[str]) -> l
     """Return the directories that hold checkpoints: as it was started, and as the run lies here now."""
     named = list_of(attempts[-1].start.get("checkpoint_dirs")) if attempts else []
     remote = [str(place) for place in named if "://" in str(place)]
-    notes += [f"checkpoints in {place} are not listed here: `smp inspect {place}` does" for place in remote]
+    notes += [
+        f"checkpoints in {place} are not listed here: `smp inspect {shlex.quote(str(place))}` does" for place in remote
+    ]
     places = [path / "checkpoints", *(Path(place) for place in named if isinstance(place, str) and place not in remote)]
     # A NUL in a hostile path is a ValueError.
     found = []

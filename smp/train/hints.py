@@ -36,14 +36,13 @@ def next_commands(started: str, launch: Launch, found: Results, *, max_steps: in
         max_steps: to train on to.
         resumes: whether the same settings resume this run anyway.
     """
-    folder = shown(Path(sys.executable).parent)
     given = sys.argv[1:]
     make = started == "make" and given[: len(DEMO)] == DEMO
     activated = shutil.which("python") == sys.executable
     places = [shown(found.curves)] if found.curves else []
     if found.tensorboard:
-        tensorboard = "tensorboard" if activated else f"{folder}/tensorboard"
-        places.append(f"{tensorboard} --logdir {shown(found.tensorboard[0])}")
+        tensorboard = "tensorboard" if activated else shown(Path(sys.executable).with_name("tensorboard"))
+        places.append(shlex.join([tensorboard, "--logdir", shown(found.tensorboard[0])]))
     if places:
         yield f"curves:    {', or '.join(places)}"
     more = [] if resumes else ["--resume_from_checkpoint", "latest"]
@@ -52,17 +51,16 @@ def next_commands(started: str, launch: Launch, found: Results, *, max_steps: in
     processes = "" if launch.world_size == 2 else f" NPROC={launch.world_size}"
     same = "the same job" if started == "job" else "the same command"
     yield "train on:  " + (f'make train{processes} ARGS="{further}"' if make else f"{same} with {further}")
-    python = "python" if activated else shown(Path(sys.executable))
+    python = "python" if activated else _word(Path(sys.executable))
     if found.final is not None and (found.final / ADAPTER_CONFIG).exists():
         return
     if found.final is None:
         if found.checkpoint is not None:
             output = found.checkpoint.parent.parent / "final"
-            words = [python, "-m", "smp", "export", shown(found.checkpoint), shown(output)]
-            yield f"export:    {shlex.join(words)}"
+            yield f"export:    {python} -m smp export {_word(found.checkpoint)} {_word(output)}"
         return
     script = Path(sys.argv[0])
-    program = "-m smp.train" if script == Path(__file__).with_name("__main__.py") else shown(script)
+    program = "-m smp.train" if script == Path(__file__).with_name("__main__.py") else _word(script)
     local = f"{python} -m smp.launch.local --nproc_per_node {launch.world_size} {program}"
     commands = {
         "make": local,
@@ -72,7 +70,7 @@ def next_commands(started: str, launch: Launch, found: Results, *, max_steps: in
     }
     yield (
         f"finetune:  {commands.get(started, 'a job like this one,')} "
-        f"--hf_pretrained_model_name_or_dir {shown(found.final)} --training_dir DATA --output_dir runs/finetuned"
+        f"--hf_pretrained_model_name_or_dir {_word(found.final)} --training_dir DATA --output_dir runs/finetuned"
     )
 
 
@@ -92,6 +90,11 @@ def short(count: float) -> str:
         if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f}"
+
+
+def _word(path: Path) -> str:
+    """Format a path for a command."""
+    return shlex.quote(shown(path))
 
 
 def shown(path: Path) -> str:

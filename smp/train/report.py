@@ -20,6 +20,7 @@ from smp import __version__ as smp_version
 from smp import comm
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
+from smp.data.text import contradiction
 from smp.environment import starter
 from smp.errors import UserError
 from smp.log import FILE_ONLY, configure_logging, get_logger
@@ -78,6 +79,12 @@ def announce(plan: RunPlan, start: Start, model: nn.Module) -> None:
         )  # fmt: skip
     for sentence in plan.config.without_effect():
         logger.info(sentence)
+    given, own = plan.config.data.tokenizer_name_or_dir, plan.model.tokenizer_dir
+    if plan.launch.rank == 0 and plan.model.weights and given and own and (found := contradiction(given, str(own))):
+        logger.warning(
+            "--tokenizer_name_or_dir contradicts the tokenizer of the pretrained weights (%s), whose embeddings then "
+            "stand for other tokens: leave the flag out to take theirs.", found,
+        )  # fmt: skip
     for choice in plan.choices:
         logger.info("Chosen: %s", choice)
     if start.checkpoint is not None:

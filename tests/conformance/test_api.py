@@ -167,6 +167,30 @@ def test_a_meta_model_on_some_ranks_is_refused():
     run_distributed(_meta_on_some_ranks, world_size=2)
 
 
+def _own_weights(config):
+    """Each rank makes its own model: of another seed, then with other values of one added token alone."""
+    smp.init(**config)
+    reference = build_reference("llama_gqa", torch.float32)
+    for call in (smp.parallelize, smp.transform) if "tp" in config else (smp.parallelize,):
+        sentence = f"^smp.{call.__name__}: rank 1 disagrees with rank 0 on the values of {{}}: checksum .*manual_seed"
+        torch.manual_seed(dist.get_rank())
+        with pytest.raises(smp.UserError, match=sentence.format("model.embed_tokens.weight")):
+            call(type(reference)(reference.config))
+        one = copy.deepcopy(reference)
+        one.lm_head.weight.data[-1] = dist.get_rank()
+        with pytest.raises(smp.UserError, match=sentence.format("lm_head.weight")):
+            call(one)
+    torch.manual_seed(dist.get_rank())
+    model = smp.transform(type(reference)(reference.config), load_state_dict_from_rank0=True)
+    smp.parallelize(model)  # of rank 0's values on both
+    smp.parallelize(smp.transform(reference))
+
+
+@pytest.mark.parametrize("config", [{}, {"tp": 2}], ids=str)
+def test_weights_that_each_rank_made_for_itself_are_refused(config):
+    run_distributed(_own_weights, config, world_size=2)
+
+
 def _refusals():
     model = torch.nn.Linear(1, 1)
     model.config = transformers.GPT2Config(vocab_size=VOCABULARY)

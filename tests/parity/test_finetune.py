@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import shutil
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from smp.checkpoint.layout import find_checkpoints
 from tests.job import losses, run_job
 from tests.reference import VOCABULARY, build_reference
+
+SAMPLE_TOKENIZER = pathlib.Path(__file__).parents[2] / "data" / "sample" / "tokenizer"
 
 
 @pytest.fixture
@@ -53,6 +57,21 @@ def test_first_loss_is_hugging_faces_own(name, rows, tmp_path):
     finetune = ["--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--max_steps", 1]
     run_job(*flags(tmp_path), *finetune, "--train_batch_size", 2, world_size=2).succeeded()
     assert losses(tmp_path / "run") == pytest.approx([hugging_face_loss(reference, rows)], rel=1e-5)
+
+
+def test_a_tokenizer_that_contradicts_the_weights_own_is_warned_of_once(rows, tmp_path):
+    build_reference("llama_gqa", torch.float32).save_pretrained(tmp_path / "pretrained")
+    for file in SAMPLE_TOKENIZER.iterdir():
+        shutil.copy(file, tmp_path / "pretrained")
+    spec = json.loads((SAMPLE_TOKENIZER / "tokenizer.json").read_text())
+    ids = spec["model"]["vocab"]
+    one, two = sorted(ids, key=ids.get)[-2:]
+    ids[one], ids[two] = ids[two], ids[one]
+    (tmp_path / "pretrained" / "tokenizer.json").write_text(json.dumps(spec))
+    job = [*flags(tmp_path), "--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--max_steps", 1]
+    outcome = run_job(*job, "--tokenizer_name_or_dir", SAMPLE_TOKENIZER, "--train_batch_size", 2, world_size=2)
+    outcome.succeeded()
+    assert outcome.output.count("--tokenizer_name_or_dir contradicts the tokenizer of the pretrained weights (") == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp.errors import UserError
 from tests.distributed import run_distributed
@@ -69,6 +70,24 @@ def _check_refusals():
 
 def test_what_cannot_be_answered_is_refused():
     run_distributed(_check_refusals, world_size=2)
+
+
+def _check_ids():
+    for layout in LAYOUTS:
+        model = split(build(config_of("llama_gqa")), layout)
+        assert model(input_ids=torch.tensor([[0, 95]])).logits.isfinite().all()
+        for wrong in (96, -1, -100):
+            with pytest.raises(ValueError, match=f"input id {wrong} is outside the vocabulary of 96$"):
+                model(input_ids=torch.tensor([[3, wrong, 4]]))
+        look_up = model.get_input_embeddings().forward
+        with pytest.raises(RuntimeError, match="Expected"):  # what GPUs and compiled code do; on a CPU it is at once
+            torch.compile(look_up, backend="eager", fullgraph=True)(torch.tensor([[3, 96, 4]]))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert look_up(torch.tensor([[3, 96, 4]])).shape[-1] == 32
+
+
+def test_an_input_id_outside_the_vocabulary_is_refused_and_not_looked_up_as_zeros():
+    run_distributed(_check_ids, world_size=2)
 
 
 def _check_own_mask():

@@ -256,6 +256,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_latest_passes_over_a_damaged_one_and_a_path_does_not(damage, tmp_path, caplog):
+    tmp_path /= "my run"
     older, path = make(tmp_path, 1), make(tmp_path, 2)
     assert choose_checkpoint("latest", [tmp_path], "m") == path
     action, said = DAMAGE[damage]
@@ -265,7 +266,7 @@ def test_latest_passes_over_a_damaged_one_and_a_path_does_not(damage, tmp_path, 
     assert choose_checkpoint("latest", [tmp_path], "m") == older
     assert len(caplog.records) == 1 and said in caplog.text
     action(older) if damage != "replayed" else os.truncate(older / "a.safetensors", 3)
-    with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is valid: run `smp verify"):
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is valid: run `smp verify '.*my run'` to see"):
         choose_checkpoint("latest", [tmp_path], "m")
 
 

@@ -22,8 +22,11 @@ from smp.mesh import lay_out
 from smp.models.registry import family_of
 from smp.parallel import context
 from smp.parallel.technique import Setup
+from smp.runtime import Launch
 from smp.train import __main__ as train
+from smp.train.arguments import ArgumentsError, parse_args
 from smp.train.exit import exit_status
+from smp.train.run_plan import problems_of_rest
 from tests.job import LLAMA, NEOX, run_job
 from tests.zoo import tiny_config
 
@@ -339,6 +342,16 @@ def test_yaml_key_names_the_nearest(refused, tmp_path):
     (tmp_path / "run.yaml").write_text("hiden_width: 32\n")
     lines = refused(*LLAMA, *SYNTHETIC, "--config", tmp_path / "run.yaml")
     expect(lines, "run.yaml: unknown key hiden_width: did you mean hidden_width")
+
+
+@pytest.mark.parametrize("content", [None, b"- lr", b"lr: 1\n\tb: 2", b"lr: 1\nlr: 2", b"\x80\x00"])
+def test_a_file_of_settings_that_cannot_be_read_is_all_that_is_said(content, tmp_path):
+    if content is not None:
+        (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ArgumentsError) as caught:  # --reset_progress needs another flag, which may be in the file
+        parse_args(["--config", str(tmp_path / "run.yaml"), "--reset_progress", "1", "--lrr", "1"])
+    found = [*caught.value.problems, *problems_of_rest(caught.value, Launch())]
+    expect(found, "^--config .*run.yaml", "^unknown flag --lrr")
 
 
 def test_an_output_directory_below_a_file(refused, tmp_path):

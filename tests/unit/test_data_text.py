@@ -12,7 +12,7 @@ import pytest
 from data.sample.build import HERE
 from smp.data import text as module
 from smp.data.storage import list_files
-from smp.data.text import TextFiles, TextTokenizer, open_text, read_documents
+from smp.data.text import TextFiles, TextTokenizer, contradiction, open_text, read_documents
 from smp.errors import UserError
 
 TOKENIZER = HERE / "tokenizer"
@@ -123,6 +123,23 @@ def test_a_saved_truncation_or_padding_touches_no_document(tmp_path, tokenizer, 
 
 def plain_digest(files):
     return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
+
+
+def test_a_token_under_two_ids_is_a_contradiction_and_an_added_one_is_not(tmp_path):
+    def swap(spec):
+        vocabulary = spec["model"]["vocab"]
+        one, two = sorted(vocabulary, key=vocabulary.get)[-2:]
+        vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+
+    def add(spec):
+        spec["added_tokens"].append({**spec["added_tokens"][0], "id": 70_000, "content": "<|new|>"})
+
+    changed(tmp_path / "swapped", swap)
+    changed(tmp_path / "added", add)
+    assert " is " in contradiction(str(TOKENIZER), str(tmp_path / "swapped"))
+    assert contradiction(str(TOKENIZER), str(tmp_path / "added")) is None
+    assert contradiction(str(tmp_path / "added"), str(TOKENIZER)) is None
+    assert contradiction(str(TOKENIZER), str(tmp_path / "absent")) is None
 
 
 def test_ids_with_gaps_are_below_the_vocabulary(tmp_path):

@@ -1,4 +1,5 @@
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -91,6 +92,21 @@ def test_a_python_that_is_not_on_the_path_is_named_whole(monkeypatch):
     curves, _, finetune = next_commands("python", Launch(), found, max_steps=2, resumes=False)
     assert curves == "curves:    .venv/bin/tensorboard --logdir /r/t"
     assert finetune == f"finetune:  .venv/bin/python /x/train/__main__.py {TUNED}"
+
+
+def test_paths_with_spaces_can_be_pasted(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/my x/train.py"])
+    monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: None)
+    monkeypatch.setattr(sys, "executable", "/my x/python")
+    words = []
+    for found in (Results(None, [Path("/a b/t")], Path("/a b/final")), Results(None, [], None, Path("/a b/c/latest"))):
+        lines = list(next_commands("python", Launch(), found, max_steps=2, resumes=False))
+        words += [shlex.split(line.partition(":")[2]) for line in lines if not line.startswith("train on")]
+    assert words == [
+        ["/my x/tensorboard", "--logdir", "/a b/t"],
+        ["/my x/python", "/my x/train.py", *shlex.split(TUNED.replace("/r/final", "'/a b/final'"))],
+        ["/my x/python", "-m", "smp", "export", "/a b/c/latest", "/a b/final"],
+    ]
 
 
 def test_a_flag_is_left_out_in_both_forms():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smp.loss import check_ids
 from smp.parallel.linear import Linears, Product, by_rows, linear, local_tensor, product_of, product_of_call
 from smp.parallel.tensor.functions import (
     GatherTokens,
@@ -229,6 +230,7 @@ def split_embedding(tp: TPGroup, embedding: nn.Embedding, *, full_sequence: bool
     own_padding = padding - first if padding is not None and first <= padding < last else None
 
     def look_up(ids: torch.Tensor) -> torch.Tensor:
+        check_ids(ids, embedding.num_embeddings)  # which no rank would have, and all look up as zeros
         foreign = (ids < first) | (ids >= last)
         weight = embedding._parameters["weight"]
         embedding._parameters["weight"] = local_tensor(weight)  # type: ignore[type-var,assignment]
