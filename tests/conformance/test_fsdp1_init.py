@@ -19,6 +19,7 @@ from smp.fsdp import meshes
 from smp.fsdp.units import unit_of
 from tests import fsdp1
 from tests.distributed import run_distributed
+from tests.model_checks import in_double
 
 
 def on_meta(cls=fsdp1.Tiny, **kwargs):
@@ -448,7 +449,8 @@ def _causal(model, ids):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.slow
 def test_tensor_parallelism_below(strategy):
-    run_distributed(_tensor_parallel, strategy, world_size=4)
+    with in_double():
+        run_distributed(_tensor_parallel, strategy, world_size=4)
 
 
 def test_a_mesh_that_tensor_parallelism_cannot_give_is_refused(monkeypatch):
