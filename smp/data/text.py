@@ -344,7 +344,7 @@ def open_text(
     """
     tokenizer = form.tokenizer
     if tokenizer.prefix:
-        log.info("%s: each document begins with %s", what, "".join(map(tokenizer.word, tokenizer.prefix)))
+        log.info("%s: each document begins with %s", what, tokenizer.text(tokenizer.prefix))
     stores = token_files(files, form, what=what, cache_dir=cache_dir)
     for file, store in zip(files, stores, strict=True):
         if store.highest >= tokenizer.limit:  # converted for a model with a larger vocabulary

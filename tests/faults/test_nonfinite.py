@@ -10,7 +10,7 @@ import torch
 
 from smp.faults.nonfinite import spread_nonfinite
 from smp.parallel.grad_norm import clip_grad_norm_
-from smp.train import __main__ as train_main
+from smp.train import start
 from smp.train import step as one_step
 from tests.faults.jobs import JOB, checkpoints
 from tests.job import LLAMA, read_metrics, run_job
@@ -130,14 +130,14 @@ def test_a_step_is_left_out_and_the_rest_is_as_without_it(tmp_path):
 
 def test_weights_that_are_not_finite_stop_at_the_first_step(tmp_path):
     def prepare(rank: int) -> None:
-        inner = train_main.restore
+        inner = start.restore
 
         def load(path, saved, model, *args, **kwargs):
             inner(path, saved, model, *args, **kwargs)
             with torch.no_grad():
                 next(iter(model.parameters())).to_local().view(-1)[:64] = math.nan
 
-        train_main.restore = load
+        start.restore = load
 
     words = [*JOB, "--output_dir", tmp_path / "run"]
     run_job(*words, "--max_steps", 2, world_size=2).succeeded()

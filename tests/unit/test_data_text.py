@@ -210,7 +210,7 @@ def test_each_document_begins_as_the_tokenizer_begins_a_text(tmp_path, tokenizer
     found = ids_of(open_all(tmp_path, tmp_path / "cache", own, separator="---"))
     assert found == [int(each) for ids in expected for each in (*prefix, *ids)] and len(expected) == 2
     if prefix:
-        word = own.word(BOS) + (own.word(IMAGE) if len(prefix) > 1 else "")
+        word = own.text([BOS]) + (own.text([IMAGE]) if len(prefix) > 1 else "")
         (tmp_path / "a.txt").write_text(f"{word}One.\n---\n{word}Two words.\n")
         assert ids_of(open_all(tmp_path, tmp_path / "cache", own, separator="---")) == found
     monkeypatch.setattr(module, "PART", 17)
