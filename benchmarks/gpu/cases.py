@@ -55,8 +55,9 @@ def _step(what: str, flags: str, layers: int, *, method: str = "step", **more: A
 
 def cases(*, tiny: bool) -> list[Case]:
     """Return what is timed on one GPU."""
-    few, many = (1, 2) if tiny else (4, 6)
+    few, many, whole = (1, 2, 2) if tiny else (4, 6, 32)
     eager, compiled, fused = "--compile 0", "--compile 1", "--attn_implementation fused"
+    adapters = "--lora_rank 16"
     found = [
         Case("ceilings", "measure", "ceilings", 10.0, 60.0),
         _step("eager, full", f"{eager} {FULL}", few, watch=True),
@@ -76,6 +77,9 @@ def cases(*, tiny: bool) -> list[Case]:
         _step("torch's parts", compiled, few, method="parts"),
         _step("torch's parts", compiled, many, method="parts", expected=25.0),
         _step("eager, full, chunks of 4096", f"{eager} {FULL} --loss_chunk_tokens 4096", few),
+        _step("adapters, eager, full", f"{eager} {FULL} {adapters}", whole, expected=30.0),
+        _step("adapters, plain loop with peft", f"{eager} {adapters}", whole, method="plain", expected=30.0),
+        _step("adapters, compiled, selective", f"{compiled} {SELECTIVE} {adapters}", whole, expected=60.0),
         _step("eager, none", f"{eager} {NONE}", many),
         _step("eager, none, offloaded", f"{eager} {NONE} --offload_activations 1", many),
         _step("eager, full, expandable segments", f"{eager} {FULL} --expandable_segments 1", many),

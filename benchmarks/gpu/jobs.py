@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import re
@@ -88,6 +89,11 @@ def same_state(one: Path, other: Path) -> str:
     return f"{steps}; {re.findall('values: (.*)', said)[-1]}"
 
 
+def has_torchao() -> bool:
+    """Return whether the optional library that quantises is here."""
+    return importlib.util.find_spec("torchao") is not None
+
+
 def jobs() -> list[Job]:
     """Return all jobs; what most others are compared with first."""
     llama, neox = "--model llama_tiny --bf16 0 --max_steps 3", "--model gpt_neox_tiny --bf16 0 --max_steps 3"
@@ -102,6 +108,7 @@ def jobs() -> list[Job]:
         f"--training_dir data/sample/preferences.jsonl --tokenizer_name_or_dir data/sample/tokenizer "
         f"--chat_template data/sample/chat_template.jinja"
     )
+    wide = f"{llama} --hidden_width 128 --num_heads 4 --num_key_value_heads 4 --llama_intermediate_size 384"
     selective = "--activation_checkpointing_mode selective"
     again = "--max_steps 6 --resume_from_checkpoint latest"
     return [
@@ -134,7 +141,13 @@ def jobs() -> list[Job]:
         Job("adapters, bf16", f"{bf16} --lora_rank 8"),
         Job("preferences", pairs),
         Job("preferences, CPU", pairs, on_cpu=True),
-    ]
+        *([] if not has_torchao() else [
+            Job("4 bits", f"{wide} --lora_rank 8 --qlora 1"),
+            Job("4 bits, CPU", f"{wide} --lora_rank 8 --qlora 1", on_cpu=True),
+            Job("4 bits, bf16", f"{wide} --bf16 1 --lora_rank 8 --qlora 1 --max_steps 5"),
+            Job("4 bits, compiled", f"{wide} --lora_rank 8 --qlora 1 --compile 1"),
+        ]),
+    ]  # fmt: skip
 
 
 def checks() -> list[Check]:
@@ -163,7 +176,12 @@ def checks() -> list[Check]:
         Check("adapters in fp32: a CPU's numbers", near, ("adapters", "adapters, CPU")),
         Check("adapters beside a bf16 base train", trains, ("adapters, bf16",)),
         Check("preferences in fp32: a CPU's numbers", near, ("preferences", "preferences, CPU")),
-    ]
+        *([] if not has_torchao() else [
+            Check("a base in 4 bits, in fp32: a CPU's numbers", near, ("4 bits", "4 bits, CPU")),
+            Check("adapters beside a base in 4 bits train in bf16", trains, ("4 bits, bf16",)),
+            Check("a base in 4 bits, compiled: near eager", near, ("4 bits, compiled", "4 bits")),
+        ]),
+    ]  # fmt: skip
 
 
 class Runner:

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.gpu.cases import Case
-from benchmarks.gpu.timed import LR, Bench, Found, layout
+from benchmarks.gpu.timed import LR, Bench, Found, flops_per_token, layout
 from smp.delayed_init import build_on_meta, materialize_
 from smp.environment import read_launch
 from smp.models.model_config import resolve_model
@@ -35,12 +35,21 @@ from smp.train.optimizer import build_optimizer
 
 
 def plain(case: Case, bench: Bench) -> Found:
-    """Time a loop as one writes it with Hugging Face: fp32 parameters, autocast, blocks recomputed, fused AdamW."""
+    """Time a loop as one writes it with Hugging Face: fp32 parameters, autocast, blocks recomputed, fused AdamW.
+
+    With adapters: peft's, in fp32, beside a frozen base in bf16.
+    """
     config = parse_args(case.words())
     resolved, device = resolve_model(config.model), bench.device
     length, vocabulary = resolved.sequence_length, resolved.hf_config.vocab_size
     with device:
         model: Any = build_model(resolved.hf_config, attn_implementation="sdpa")
+    if rank := config.lora.lora_rank:
+        import peft
+
+        adapters = peft.LoraConfig(r=rank, lora_alpha=config.lora.lora_alpha, target_modules="all-linear")
+        model = peft.get_peft_model(model.to(compute_dtype(config.precision, device)), adapters)
+        model.enable_input_require_grads()  # without it recomputation finds nothing to train
     bench.fill(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = build_optimizer(model, config.optim, lr=LR)
@@ -55,7 +64,7 @@ def plain(case: Case, bench: Bench) -> Found:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return layout(length, 1, 1) | bench.timed(case, step, resolved.hf_config, length)
+    return layout(length, 1, 1) | bench.timed(case, step, flops_per_token(config, resolved))
 
 
 _aten = torch.ops.aten
@@ -119,7 +128,7 @@ def parts(case: Case, bench: Bench) -> Found:
             optimizer.zero_grad(set_to_none=True)
             return loss.detach()
 
-        found = bench.timed(case, step, resolved.hf_config, length)
+        found = bench.timed(case, step, flops_per_token(config, resolved))
     return found | layout(length, launch.world_size, launch.world_size)
 
 

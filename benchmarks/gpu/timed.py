@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -27,6 +28,8 @@ from benchmarks.gpu.report import GIB
 
 ROOT, TORCH = str(Path(__file__).resolve().parents[2]), str(Path(torch.__file__).parent)
 LR, WARMUP, WATCHED = 3e-4, 3, 2
+# What compiling, recomputing and peft put into the names of parameters.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "base_model.model.", "base_layer.", ".default.weight")
 Found = dict[str, Any]
 Step = Callable[[int], Tensor]  # from the step's number to this process's mean loss, 0-d
 
@@ -122,7 +125,8 @@ class Bench:
         drawn_on = self.device if self.gpu else torch.device("cpu")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+                for wrapper in WRAPPERS:
+                    name = name.replace(wrapper, "")
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 if parameter.ndim < 2:
                     local.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -131,10 +135,9 @@ class Bench:
                 local.copy_(torch.empty(local.shape, device=drawn_on).normal_(0.0, 0.02, generator=generator))
         model.train()
 
-    def timed(self, case: Case, step: Step, hf_config: Any, length: int) -> Found:
+    def timed(self, case: Case, step: Step, flops_per_token: float) -> Found:
         """Warm up, time steps without a wait between them, and look closer at some more."""
         from smp.plan.devices import peak_flops
-        from smp.train.flops import model_flops_per_token
 
         start = self.now()
         losses = [step(0)]
@@ -151,7 +154,7 @@ class Bench:
             "allocated": torch.cuda.max_memory_allocated() if self.gpu else None,
             "reserved": torch.cuda.max_memory_reserved() if self.gpu else None,
             "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.gpu else None,
-            "flops_per_token": model_flops_per_token(hf_config, length).total,
+            "flops_per_token": flops_per_token,
             "peak_flops": peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if self.gpu else None,
             "graphs": counters["stats"].get("unique_graphs", 0), "breaks": sum(counters["graph_break"].values()),
             "waits": None,
@@ -181,6 +184,18 @@ def documents(count: int, number: int, length: int) -> dict[str, Any]:
     positions = torch.arange(length) - bounds[:-1].repeat_interleave(bounds.diff())
     longest = int(bounds.diff().max())
     return {"position_ids": positions[None], "document_bounds": bounds.int(), "longest_document": longest}
+
+
+def flops_per_token(config: Any, resolved: Any) -> float:
+    """Count the model FLOPs of a token, with those of the parameters that the flags add or freeze."""
+    from smp.config import Settings
+    from smp.parallel.parallelize import add_parameters
+    from smp.train.arguments import SECTIONS
+    from smp.train.flops import model_flops_per_token
+
+    settings = Settings(tuple(getattr(config, name) for name in SECTIONS))
+    add = functools.partial(add_parameters, family=resolved.family, settings=settings)
+    return model_flops_per_token(resolved.hf_config, resolved.sequence_length, add).total
 
 
 def layout(length: int, data_ranks: int, ranks: int) -> Found:
@@ -234,7 +249,7 @@ def training(case: Case, bench: Bench) -> Iterator[tuple[nn.Module, Any, Step, F
             )  # fmt: skip
             return result.sums[0] / (length - 1)
 
-        about = {"hf_config": resolved.hf_config, "length": length}
+        about = {"flops": flops_per_token(config, resolved)}
         about |= layout(length, mesh.data.size, launch.world_size)
         try:
             yield model, optimizer, step, about
@@ -246,7 +261,7 @@ def training(case: Case, bench: Bench) -> Iterator[tuple[nn.Module, Any, Step, F
 def step(case: Case, bench: Bench) -> Found:
     """Time the job's step."""
     with training(case, bench) as (_, _, step, about):
-        found = bench.timed(case, step, about["hf_config"], about["length"])
+        found = bench.timed(case, step, about["flops"])
     return {**found, **{key: about[key] for key in ("layout", "tokens")}}
 
 
