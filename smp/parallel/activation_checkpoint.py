@@ -66,10 +66,11 @@ def _policy(*, attention: bool = True) -> Callable[..., CheckpointPolicy]:
     Source: the per-operation policy of torchtitan, and Korthikanti et al., arXiv:2205.05198.
     """
     products: collections.Counter[bool] = collections.Counter()
+    traced: dict[bool, list[Any]] = {False: [], True: []}
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operation.name()
-        if name in _PRODUCTS and is_main_product():
+        if name in _PRODUCTS and is_main_product(traced[context.is_recompute]):
             products[context.is_recompute] += 1
             keep = bool(products[context.is_recompute] % 2)
         else:

@@ -8,7 +8,7 @@ layout, in exactly the collectives of the plain product.
 from __future__ import annotations
 
 import contextlib
-import functools
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.fx.traceback import annotate, get_current_meta
 
 from smp.errors import UserError, a_type
 
-_PRODUCT = "_smp_product"
+_PRODUCT, _TRACED = "_smp_product", "smp_product"
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 # Whether the layer that is being computed has had its product with the weight; None outside of other products.
@@ -142,22 +143,38 @@ def _one_product(*, multiplied: bool) -> Iterator[None]:
         _multiplied = None
 
 
-def one_product(product: Product, *, multiplied: bool = False) -> contextlib.AbstractContextManager[None]:
+def one_product(
+    product: Product, index: int = 0, *, multiplied: bool = False
+) -> contextlib.AbstractContextManager[Any]:
     """Let all that ``product`` multiplies inside count as one product; see :func:`is_main_product`.
 
     Args:
+        index: among the products that one layer computes.
         multiplied: the product with the weight was computed before.
     """
-    plain = product is PLAIN or torch.compiler.is_compiling()
-    return contextlib.nullcontext() if plain else _one_product(multiplied=multiplied)
+    if product is PLAIN:
+        return contextlib.nullcontext()
+    if torch.compiler.is_compiling():  # operators are traced by now, and chosen among later
+        return annotate({_TRACED: None if multiplied else index})
+    return _one_product(multiplied=multiplied)
 
 
-def is_main_product() -> bool:
+def is_main_product(traced: list[Any]) -> bool:
     """Return whether the operator that multiplies now does so with a layer's weight, and not beside it.
 
     Selective recomputation keeps every other product of a block, which is to be the same with another product.
+
+    Args:
+        traced: empty at the block's first product, and the same list at its others; remembers the last product where
+            ``torch.compile`` traces the block.
     """
     global _multiplied
+    meta = get_current_meta()
+    if _TRACED in (custom := meta.get("custom") or {}):
+        index, modules = custom[_TRACED], meta.get("nn_module_stack")
+        product = (next(reversed(modules)) if modules else None, index)
+        before, traced[:] = index is None or product in traced, [product]
+        return not before
     if _multiplied is None:
         return True
     before, _multiplied = _multiplied, True
@@ -185,7 +202,8 @@ def replace_product(module: nn.Linear, product: Product) -> None:
                         "with it: call it before smp.transform and smp.parallelize")  # fmt: skip
     setattr(module, _PRODUCT, product)
     if "forward" not in vars(module):  # a split layer calls linear() itself
-        module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+        # Not functools.partial, for which torch.compile would compile every block anew.
+        module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
 
 
 def product_of(module: nn.Module) -> Product:
@@ -227,7 +245,7 @@ class Linears(torch.autograd.Function):
         ctx.save_for_backward(part if ctx.regather else gathered, *kept)
         outputs = []
         for index, (product, layer) in enumerate(zip(products, layers, strict=True)):
-            with one_product(product, multiplied=bool(given)):
+            with one_product(product, index, multiplied=bool(given)):
                 outputs.append(product.forward(gathered, *layer, product=given[index] if given else None))  # type: ignore[arg-type]
         return tuple(outputs)
 
