@@ -205,15 +205,18 @@ def test_queries_that_see_none_of_some_keys_stay_as_they_are():
 
 
 def _packed_scores(
-    query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float, left: int, right: int
+    query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float, left: int, right: int, longest: int
 ) -> torch.Tensor:
     """Scores ``(heads, queries, keys)`` of one packed sequence, whose last query is aligned with its last key.
 
     flash-attn: the query at i attends the keys from i + keys - queries - left to i + keys - queries + right, both
-    included; -1 is no bound; causal is a right of 0.
+    included; -1 is no bound; causal is a right of 0. Beside another bound, none is one of the longest keys, which is
+    too few where a sequence has more queries.
     """
     i, j = torch.arange(len(query))[:, None] + len(key) - len(query), torch.arange(len(key))
-    right = 0 if causal else right
+    left, right = (-1 if side >= longest else side for side in (left, 0 if causal else right))
+    if max(left, right) >= 0:
+        left, right = (longest if side < 0 else side for side in (left, right))
     hidden = torch.zeros(len(query), len(key), dtype=torch.bool)
     if left >= 0:
         hidden |= j < i - left
@@ -231,7 +234,7 @@ class FlashAttention:
 
     def _sequences(self, bounds: tuple[Any, Any], longest: tuple[int, int], lengths: tuple[int, int]):
         for each, most, tokens in zip(bounds, longest, lengths, strict=True):
-            assert each.dtype == torch.int32 and each[0] == 0 and each[-1] == tokens and each.diff().max() == most
+            assert each.dtype == torch.int32 and each[0] == 0 and each[-1] == tokens and each.diff().max() <= most
         for ends in zip(*(itertools.pairwise(each.tolist()) for each in bounds), strict=True):
             yield tuple(slice(*pair) for pair in ends)
 
@@ -245,7 +248,7 @@ class FlashAttention:
         self.masks.append((is_causal, window_size_left, window_size_right))
         out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
         for q, k in self._sequences((cum_seq_q, cum_seq_k), (max_q, max_k), (len(query), len(key))):
-            scores = _packed_scores(query[q], key[k], is_causal, scale, window_size_left, window_size_right)
+            scores = _packed_scores(query[q], key[k], is_causal, scale, window_size_left, window_size_right, max_k)
             lse[:, q] = scores.logsumexp(-1)
             values = value[k].repeat_interleave(query.shape[1] // key.shape[1], 1)
             out[q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
@@ -261,7 +264,7 @@ class FlashAttention:
         copies = query.shape[1] // key.shape[1]
         grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for q, k in self._sequences((cum_seq_q, cum_seq_k), (max_q, max_k), (len(query), len(key))):
-            scores = _packed_scores(query[q], key[k], is_causal, scale, window_size_left, window_size_right)
+            scores = _packed_scores(query[q], key[k], is_causal, scale, window_size_left, window_size_right, max_k)
             chances = (scores - logsumexp[:, q, None]).exp()
             keys, values = (each[k].repeat_interleave(copies, 1) for each in (key, value))
             slopes = torch.einsum("qhd,khd->hqk", grad_out[q], values)

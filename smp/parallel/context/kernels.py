@@ -189,7 +189,7 @@ class _Packed(NamedTuple):
     Attributes:
         queries, keys: places in the flattened batch, ``(tokens,)`` int64.
         query_bounds, key_bounds: where each span begins, and the end, ``(spans + 1,)`` int32.
-        longest_query, longest_key: tokens.
+        longest_query, longest_key: tokens, of keys at least as many as of queries.
         left, right: tokens that a query sees before and after the one it is aligned with; None: all.
     """
 
@@ -239,7 +239,9 @@ def _pack(members: list[tuple[Range, Range]], left: int | None, right: int | Non
         bounds.append(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int())
         longest.append(max(lengths))
     queries, keys, query_bounds, key_bounds = (to_device(each, device) for each in (*places, *bounds))
-    return _Packed(queries, keys, query_bounds, key_bounds, longest[0], longest[1], left, right)
+    # Beside a bound on one side, the kernel takes none on the other for one of the longest keys: too few for the first of
+    # more queries than keys.
+    return _Packed(queries, keys, query_bounds, key_bounds, longest[0], max(longest), left, right)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
