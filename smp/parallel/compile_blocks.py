@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from smp.config import ActivationConfig
 from smp.errors import RunError, UserError
 from smp.log import get_logger
+from smp.models.attention_support import random_rates
 from smp.parallel import lora
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup, model_blocks
@@ -32,14 +33,17 @@ GRAPHS = 64
 
 
 def choose(situation: Situation) -> Iterator[Choice]:
-    """Compile where Triton and a compiler are there."""
-    missing = [name for name in ("triton",) if importlib.util.find_spec(name) is None]
-    if shutil.which("cc") is None and shutil.which("gcc") is None:
-        missing.append("a C compiler")
-    reason = f"{' and '.join(missing)} not found" if missing else "Triton and a compiler are here"
-    if lora.has_dropout(situation.settings):
-        missing, reason = ["--lora_dropout"], "--lora_dropout draws in blocks"
-    yield Choice("compile", not missing, reason)
+    """Compile where Triton and a compiler are there, and blocks draw no random numbers."""
+    missing = []
+    if torch.version.cuda:  # else the job is planned for another machine
+        missing = [] if importlib.util.find_spec("triton") else ["triton"]
+        if shutil.which("cc") is None and shutil.which("gcc") is None:
+            missing.append("a C compiler")
+    reason = f"{' and '.join(missing)} not found" if missing else "with Triton and a C compiler"
+    drawing = "--lora_dropout" if lora.has_dropout(situation.settings) else ", ".join(random_rates(situation.hf_config))
+    if drawing:
+        reason = f"{drawing} draws in blocks"
+    yield Choice("compile", not missing and not drawing, reason)
 
 
 class _Compiler:

@@ -121,7 +121,7 @@ def test_every_name_is_unique_and_used():
     for named_ in (timed, several, right, jobs()):
         assert len({each.name for each in named_}) == len(named_)
     assert {name for check in right for name in check.jobs} == {job.name for job in jobs()}
-    assert sum(2 if job.resumed else 1 for job in jobs()) == 31
+    assert sum(2 if job.resumed else 1 for job in jobs()) == 33
     assert [case.layers for case in timed if case.what == "compiled, selective"] == [4, 6]
     files = run.test_files()
     assert "memory" in files[0] and {ROOT / file for file in files} == {*(ROOT / "tests" / "gpu").glob("test_*.py")}

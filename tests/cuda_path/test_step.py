@@ -25,7 +25,8 @@ UNITS = BLOCKS + 2
 TP8 = ("--tensor_parallel_degree", "8")
 # At tp 8: forward's partial sums are reduced by an operation of smp's, in the list of all operations.
 SEPARATE = "smp.reduce_tokens.default"
-VARLEN, RECOMPUTED = "torch_attn._varlen_attn.default", 2
+VARLEN, OF_VARLEN = "torch_attn._varlen_attn.default", "torch_attn._varlen_attn_backward.default"
+FULL = ("--activation_checkpointing_mode", "full")
 
 
 def sharded(layers, *, replicas=False):
@@ -69,8 +70,9 @@ def test_full_shard():
     assert totals(step["collectives"]) == sharded(BLOCKS)
     assert by_file(step["syncs"]) == SYNCS
     assert totals(step["copies"]) == {"cpu to cuda": 3, "cuda to cpu": 2}  # ids, labels, flags; results, counts
-    # The choice of attention is logged, and off until it is measured.
-    assert "attn_implementation" in found["log"] and "not yet measured on a GPU" in found["log"]
+    # Choices are logged, and off until they are measured.
+    assert "Chosen: --attn_implementation fused (" in found["log"]
+    assert "Chosen: --gc_freq 0 (not yet measured on a GPU" in found["log"]
     assert VARLEN not in attention_of(step)
 
 
@@ -82,7 +84,7 @@ def test_all_blocks_of_llama3_8b():
 
 
 def test_hybrid_shard_with_documents():
-    found = report(*LLAMA, *DOCUMENTS, "--activation_checkpointing_mode", "selective", world=64)
+    found = report(*LLAMA, *DOCUMENTS, "--attn_implementation", "sdpa", world=64)
     step = found["steps"][-1]
     assert found["mesh"] == "dp_replicate 8 x dp_shard 8 x tp 1"
     assert totals(step["collectives"]) == sharded(BLOCKS, replicas=True)
@@ -97,20 +99,20 @@ def test_gpt_neox():
 
 
 def test_documents_go_by_their_lengths():
-    step = report(*LLAMA, *DOCUMENTS, *FUSED, *TP8)["steps"][-1]
-    assert attention_of(step) == {VARLEN: BLOCKS * RECOMPUTED, "torch_attn._varlen_attn_backward.default": BLOCKS}
+    step = report(*LLAMA, *DOCUMENTS, *TP8)["steps"][-1]
+    assert attention_of(step) == {VARLEN: BLOCKS, OF_VARLEN: BLOCKS}
     assert reads_of_attention(step) == []
 
 
 def test_sliding_windows_go_by_lengths():
-    step = report(*MISTRAL, *FUSED)["steps"][-1]
-    assert attention_of(step)[VARLEN] == BLOCKS * RECOMPUTED
+    step = report(*MISTRAL, *FUSED, *FULL)["steps"][-1]
+    assert attention_of(step)[VARLEN] == 2 * BLOCKS  # recomputed
     assert reads_of_attention(step) == []
 
 
 def test_tensor_parallel_exchanges_overlap_their_products():
-    found = report(*LLAMA, *TP8)
-    separate, overlapped = sent(found), sent(report(*LLAMA, *TP8, "--tp_overlap", "1"))
+    found = report(*LLAMA, *TP8, *FULL)
+    separate, overlapped = sent(found), sent(report(*LLAMA, *TP8, *FULL, "--tp_overlap", "1"))
     # Of each block 2 gathers and 1 reduction are recomputed. Besides the blocks: the head gathers, and reduces its
     # gradient; the embedding reduces, and gathers its gradient.
     assert separate["allgather_base"] == 8 * BLOCKS + 2
@@ -136,7 +138,7 @@ def test_tensor_parallelism_over_whole_hosts_shards_over_the_hosts():
     # Of the loop once a step, and a norm for each set of groups: sharded, split, and both; all others per micro-batch.
     assert every["allreduce"] == 2 * (alone["allreduce"] - OF_LOOP) + OF_LOOP + 2
     assert "Chosen: --sharding_strategy full_shard (tensor parallelism takes all of a host)" in found["log"]
-    assert found["log"].count("Chosen: --compile 0 (") == 1
+    assert found["log"].count("Chosen: --compile 1 (") == 1
     # What is given is not chosen, and reaches torch.
     assert "Chosen: --expandable_segments" not in found["log"]
     assert found["allocator"] == "expandable_segments:True"

@@ -262,7 +262,6 @@ def test_flex_attention_has_a_block_mask_of_documents(monkeypatch):
 
 
 def chosen(monkeypatch, *, package, capability=9, bf16=None, **changes):
-    monkeypatch.setitem(choices.GPU_DEFAULTS, "attn_implementation", "a page, a date, a device")
     monkeypatch.setattr("transformers.utils.is_flash_attn_3_available", lambda: package)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     config = config_of("llama_gqa", **changes)

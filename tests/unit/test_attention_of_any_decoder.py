@@ -189,7 +189,6 @@ def test_dropout_of_any_name_draws():
 
 
 def test_nothing_is_chosen_for_a_model_that_has_eager_attention(monkeypatch):
-    monkeypatch.setitem(choices.GPU_DEFAULTS, "attn_implementation", "a page, a date, a device")
     settings = Settings((ModelConfig(), PrecisionConfig()))
 
     def chosen(name, **changes):

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 import yaml
+from transformers import GPTNeoXConfig
 
 import train_lib
 from smp.config import AUTO, ActivationConfig, LossConfig, ParallelConfig, Settings
@@ -36,6 +37,7 @@ def undecided(**given):
 
 @pytest.fixture
 def shown(monkeypatch):
+    monkeypatch.delitem(choices.GPU_DEFAULTS, "loss_chunk_tokens")
     for name in (COMPILE, "later"):
         monkeypatch.setitem(choices.GPU_DEFAULTS, name, "a page, a date, a device")
 
@@ -77,13 +79,21 @@ def test_adapters_that_draw_are_not_compiled():
     ]
 
 
+def test_dropout_of_the_model_is_not_compiled_unasked():
+    neox = GPTNeoXConfig(hidden_dropout=0.1)
+    assert list(compile_blocks.choose(dataclasses.replace(situation(undecided()), hf_config=neox))) == [
+        Choice(COMPILE, False, "hidden_dropout draws in blocks")
+    ]
+
+
 def test_the_first_choice_of_a_setting_stays(shown):
     settings = undecided()
     first, second = Choice(COMPILE, False, "it cannot be"), Choice(COMPILE, True, "a compiler is here")
     assert choose(settings, situation(settings), [chooser(first), chooser(second)]) == [first]
 
 
-def test_until_a_gpu_has_shown_it_the_plain_value_is_chosen_and_says_so():
+def test_until_a_gpu_has_shown_it_the_plain_value_is_chosen_and_says_so(monkeypatch):
+    monkeypatch.delitem(choices.GPU_DEFAULTS, COMPILE)
     settings = undecided()
     (choice,) = choose(settings, situation(settings), [chooser(*MADE)])
     assert str(choice) == "--compile 0 (not yet measured on a GPU; --compile 1: first)"

@@ -296,7 +296,6 @@ def test_chunks_of_nothing_are_refused():
     ("cuda", True, [4096]), ("cuda", False, [1024]), ("cpu", True, []),
 ])  # fmt: skip
 def test_larger_chunks_where_they_fit(monkeypatch, device, room, expected):
-    monkeypatch.setitem(choices.GPU_DEFAULTS, "loss_chunk_tokens", "a page, a date, a device")
     for given, chosen in ((LossConfig(), expected), (LossConfig(loss_chunk_tokens=512), [])):
         settings = Settings((given,))
         situation = choices.Situation(None, settings, device, 1, lambda **values: room)

@@ -239,8 +239,8 @@ def _pack(members: list[tuple[Range, Range]], left: int | None, right: int | Non
         bounds.append(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int())
         longest.append(max(lengths))
     queries, keys, query_bounds, key_bounds = (to_device(each, device) for each in (*places, *bounds))
-    # Beside a bound on one side, the kernel takes none on the other for one of the longest keys: too few for the first of
-    # more queries than keys.
+    # Beside a bound on one side, the kernel takes none on the other for one of the longest keys: too few for the first
+    # of more queries than keys.
     return _Packed(queries, keys, query_bounds, key_bounds, longest[0], max(longest), left, right)
 
 
