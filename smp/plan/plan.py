@@ -67,6 +67,7 @@ def plan_layout(argv: Sequence[str], *, nodes: int, local: int, row: DeviceRow, 
         tokens=first.batch * first.job.model.sequence_length,
         method="exact" if first.exact else "blocks",
         notes=[f"chosen: {choice}" for choice in first.job.choices],
+        chosen={choice.name: choice.value for choice in first.job.choices},
     )
 
 

@@ -121,6 +121,7 @@ class LayoutPlan:
         step: its time.
         tokens: of a step over all ranks.
         method: ``blocks`` (few blocks traced) or ``exact`` (all blocks traced).
+        chosen: values of the settings that were ``auto``.
     """
 
     mesh: str
@@ -132,6 +133,7 @@ class LayoutPlan:
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     host: Mapping[str, int] = dataclasses.field(default_factory=dict)
     disk: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def parse_count(name: str, text: str) -> int:

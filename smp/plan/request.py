@@ -182,7 +182,15 @@ def answer(
         (best,) = trace([layout], exactly=True)
         if isinstance(best, LayoutPlan):
             found.plans[0] = (layout, best)
+    found.plans[:] = [(_decided(layout, plan), plan) for layout, plan in found.plans]
     return found
+
+
+def _decided(layout: Layout, plan: LayoutPlan) -> Layout:
+    """Return the layout with what its plan has chosen, as far as it has such settings."""
+    open_ = layout.work.settings.undecided()
+    values = {name: value for name, value in plan.chosen.items() if name in open_}
+    return dataclasses.replace(layout, work=layout.work.changed(**values))
 
 
 def closed_plans(jobs: Sequence[list[str]], **where: Any) -> list[LayoutPlan | UserError]:

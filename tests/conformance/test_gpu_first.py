@@ -57,7 +57,7 @@ def test_a_call_ends_and_has_a_result_for_everything(first):
     assert sorted(path.name for path in out.iterdir()) == sorted(report.FILES)
     found = named(out)
     fused = "fused attention: near sdpa in bf16"
-    right = {"environment", "job: bf16", "a bf16 job trains", "plain loop, 1 layers", "asynchronous save"}
+    right = {"environment", "job: bf16", "job: sdpa", "a bf16 job trains", "plain loop, 1 layers", "asynchronous save"}
     right.add("plan: eager, full, fused, 1 layers")  # for another machine
     wrong = {"job: fused", fused, "eager, full, fused, 1 layers", "tests/gpu/test_tensor_parallel_gpu.py"}
     assert found.keys() == right | wrong
