@@ -9,6 +9,7 @@ takes its turn on the same cores.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ LOGIT_BYTES = 24
 # reads and writes it; zeroing writes it.
 UPDATE_BYTES = 4 * (7 + 3 + 1)
 REDUCE_BYTES = 4  # gradients are reduced in fp32
+HOST_MEMORY = 80e9  # bytes/s of a device's share of its host: an H200 with 16 cores, benchmarks/results/gpu
 # Operations of an eager block, forward and backward, as the host issues them; those of selective recomputation pass two
 # dispatch modes, taken as twice the time. Counted on Llama: 34 forward, 67 backward.
 FORWARD_OPERATIONS = 34
@@ -144,6 +146,18 @@ class _Links:
         }
 
 
+def _to_host(row: DeviceRow) -> float:
+    """Return the bytes/s between a device and its host; unknown ones are free."""
+    return row.host_link * row.efficiency.links * 1e9 or math.inf
+
+
+def _update(held: float, row: DeviceRow, *, on_host: bool, gathers: int) -> float:
+    """Return the seconds of the update; on the host also those of gradients that leave, and of shards before a gather."""
+    if on_host and row.is_gpu:
+        return UPDATE_BYTES * held / HOST_MEMORY + 4 * held * (1 + gathers) / _to_host(row)
+    return UPDATE_BYTES * held / (row.bandwidth * 1e12 * row.efficiency.memory)
+
+
 def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, local: int) -> StepTime:
     """Return the seconds of an optimizer step, their range and parts, and the bytes that a rank sends.
 
@@ -185,7 +199,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     offloaded = 0
     if activation.offload_activations and (waiting := max(0, shape.layers - activation.activation_loading_horizon)):
         offloaded = waiting_bytes(shape, mesh, work, blocks=waiting) * work.accumulation
-    offloading = 2 * offloaded / (row.host_link * row.efficiency.links * 1e9) if row.host_link else 0.0
+    offloading = 2 * offloaded / _to_host(row)
     hiding = dict[str, float]()
     if row.is_gpu:
         exposed = forward_gathers * max(0.0, gather - forward)
@@ -201,7 +215,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
         "compute": compute,
         "exposed gathers": work.accumulation * (shape.layers * exposed + ends) + replicas,
         **links.waited([sent for each in traffic for sent in each.sent], blocks, hiding),
-        "optimizer": UPDATE_BYTES * held / memory,
+        "optimizer": _update(held, row, on_host=activation.cpu_offload, gathers=gathers * work.accumulation),
         "host": issued,
         "offloading": offloading,
     }

@@ -270,12 +270,12 @@ def notes(request: Request, found: Found) -> Iterator[str]:
     if request.row.is_gpu:
         if request.settings["bf16"] is None and not torch.cuda.is_available():
             yield "Planned in bf16, as a job on GPUs computes, though this machine has none; --bf16 0 plans fp32."
-        if request.settings["compile"] is True:
+        if request.settings["compile"] is True or any(plan.chosen.get("compile") for _, plan in found.plans):
             yield "Blocks are planned as they run uncompiled; compiled ones take less memory between kernels."
         if (attention := request.settings["attn_implementation"]) in PLANNED_AS_SDPA:
             yield f"Attention is planned with torch's kernels, and not those of --attn_implementation {attention}."
         if request.settings["cpu_offload"]:
-            yield "Too fast: the step's seconds have neither --cpu_offload's update by the host nor its copies."
+            yield "The update by the host of --cpu_offload is timed for a host with 16 cores a device."
         if request.settings["offload_dir"] is not None:
             yield "Activations in --offload_dir are timed as if they went to the host's memory; a disk is slower."
     if not found.plans:

@@ -187,6 +187,13 @@ def test_offloading_is_hidden_as_far_as_it_goes():
     assert offloaded.parts["offloading"] == pytest.approx(2 * waiting / 1e6 - plain.parts["compute"])
 
 
+def test_the_host_updates_what_it_holds_and_copies_it():
+    """4 blocks of llama3_8b on an H200: 1.39 s more than without were measured."""
+    shape, row = ModelShape(1_923_000_000, 0, 0, 4, 4096, 14336, 32, 128256, False), DEVICES["h200"]
+    plain, offloaded = (step(shape, row, 8192, cpu_offload=each).seconds for each in (False, True))
+    assert offloaded - plain == pytest.approx(1.39, rel=0.15)
+
+
 def test_a_frozen_model_has_no_gradients_of_weights():
     shape = ModelShape(8 * 10**9, 0, 0, 32, 4096, 14336, 32, 128256, gated_mlp=True, key_value_heads=8)
     frozen = dataclasses.replace(shape, frozen_but=Trained(32 * 10**6, 0, 0, 10**6))
