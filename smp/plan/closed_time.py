@@ -152,7 +152,7 @@ def _to_host(row: DeviceRow) -> float:
 
 
 def _update(held: float, row: DeviceRow, *, on_host: bool, gathers: int) -> float:
-    """Return the seconds of the update; on the host also those of gradients that leave, and of shards before a gather."""
+    """Return the seconds of the update; on the host with copies of gradients, and of shards before each gather."""
     if on_host and row.is_gpu:
         return UPDATE_BYTES * held / HOST_MEMORY + 4 * held * (1 + gathers) / _to_host(row)
     return UPDATE_BYTES * held / (row.bandwidth * 1e12 * row.efficiency.memory)
