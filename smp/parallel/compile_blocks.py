@@ -33,9 +33,9 @@ GRAPHS = 64
 
 
 def choose(situation: Situation) -> Iterator[Choice]:
-    """Compile where Triton and a compiler are there, and blocks draw no random numbers."""
+    """Compile where Triton and a compiler are there, and blocks draw no random numbers and are not split."""
     missing = []
-    if torch.version.cuda:  # else the job is planned for another machine
+    if torch.version.cuda or torch.version.hip:  # else the job is planned for another machine
         missing = [] if importlib.util.find_spec("triton") else ["triton"]
         if shutil.which("cc") is None and shutil.which("gcc") is None:
             missing.append("a C compiler")
@@ -43,7 +43,9 @@ def choose(situation: Situation) -> Iterator[Choice]:
     drawing = "--lora_dropout" if lora.has_dropout(situation.settings) else ", ".join(random_rates(situation.hf_config))
     if drawing:
         reason = f"{drawing} draws in blocks"
-    yield Choice("compile", not missing and not drawing, reason)
+    elif situation.mesh.tp.size > 1:
+        reason = "not yet measured on several GPUs, where split blocks have collectives"
+    yield Choice("compile", not missing and not drawing and situation.mesh.tp.size == 1, reason)
 
 
 class _Compiler:

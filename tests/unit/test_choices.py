@@ -86,6 +86,12 @@ def test_dropout_of_the_model_is_not_compiled_unasked():
     ]
 
 
+def test_split_blocks_are_not_compiled_unasked():
+    split = dataclasses.replace(situation(undecided()), hf_config=GPTNeoXConfig(), mesh=lay_out(1, 1, 2))
+    (choice,) = compile_blocks.choose(split)
+    assert not choice.value and choice.reason.startswith("not yet measured on several GPUs")
+
+
 def test_the_first_choice_of_a_setting_stays(shown):
     settings = undecided()
     first, second = Choice(COMPILE, False, "it cannot be"), Choice(COMPILE, True, "a compiler is here")
