@@ -334,7 +334,8 @@ class ActivationConfig(Section):
         False, "Keep parameters, gradients and optimizer state in host memory; each unit is copied when it is gathered."
     )
     compile: bool | Auto = setting(
-        AUTO, "Compile each block with torch.compile. auto: on GPUs, where Triton and a compiler are there, and blocks neither draw nor are split.",
+        AUTO, "Compile each block with torch.compile. auto: on GPUs, where Triton and a compiler are there, and blocks "
+        "neither draw nor are split.",
         plain=False,
     )  # fmt: skip
     clean_cache: bool = setting(False, "Return the allocator's free memory to the system after every step.")
