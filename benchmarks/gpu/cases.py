@@ -58,6 +58,7 @@ def cases(*, tiny: bool) -> list[Case]:
     few, many, whole = (1, 2, 2) if tiny else (4, 6, 32)
     eager, compiled, fused = "--compile 0", "--compile 1", "--attn_implementation fused"
     adapters = "--lora_rank 16"
+    chosen = f"{compiled} {SELECTIVE} {fused} --loss_chunk_tokens 4096 --expandable_segments 1"
     found = [
         Case("ceilings", "measure", "ceilings", 10.0, 60.0),
         _step("eager, full", f"{eager} {FULL}", few, watch=True),
@@ -85,6 +86,8 @@ def cases(*, tiny: bool) -> list[Case]:
         _step("eager, full, expandable segments", f"{eager} {FULL} --expandable_segments 1", many),
         _step("eager, full, cpu_offload", f"{eager} {FULL} --cpu_offload 1", few, steps=2, expected=30.0),
         _step("eager, full, smddp", f"{eager} {FULL} --distributed_backend smddp", few),
+        _step("what auto is", chosen, few, expected=25.0),
+        _step("what auto is", chosen, many, expected=25.0),
         Case("asynchronous save", "measure", "save", 45.0, 120.0, flags=f"{eager} {FULL} --vocab_size 32000"),
         _step("compiled, full", f"{compiled} {FULL}", few),
     ]  # fmt: skip
