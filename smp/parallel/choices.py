@@ -16,9 +16,9 @@ from smp.mesh import Mesh, lay_out
 # benchmarks/results/gpu/2026-11-28-h200.md. The others keep their plain value.
 GPU_DEFAULTS: dict[str, str] = {
     "activation_checkpointing_mode": "the bits of full; a step of 4 blocks in 0.94 of the time, with equal memory",
-    "attn_implementation": "documents in 0.79 of the time of a mask; one document as before; losses within 1.1e-4",
-    "compile": "compiled, selective: 0.90 of eager's time, losses within 8.2e-5, in fp32 1e-6",
-    "expandable_segments": "6 blocks: 43.2 GiB reserved, not 44.8, in the same time",
+    "attn_implementation": "documents in 0.79 of the time of a mask, losses within 2e-5; one document as before",
+    "compile": "compiled, selective: 0.90 of eager's time, losses within 8.2e-5; in fp32, with all of these, 1e-6",
+    "expandable_segments": "the same bits; 6 blocks: 43.2 GiB reserved, not 44.8, in the same time",
     "loss_chunk_tokens": "0.98 of the time, losses within 3.1e-5",
 }
 _NEEDS_SEVERAL = {"tp_overlap", "cp_comm_type", "reshard_between_microbatches"}  # nothing to show on one GPU
