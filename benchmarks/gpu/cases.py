@@ -80,7 +80,7 @@ def cases(*, tiny: bool) -> list[Case]:
         _step("eager, full, chunks of 4096", f"{eager} {FULL} --loss_chunk_tokens 4096", few),
         _step("adapters, eager, full", f"{eager} {FULL} {adapters}", whole, expected=30.0),
         _step("adapters, plain loop with peft", f"{eager} {adapters}", whole, method="plain", expected=30.0),
-        _step("adapters, compiled, selective", f"{compiled} {SELECTIVE} {adapters}", whole, expected=60.0),
+        _step("adapters, compiled, selective", f"{compiled} {SELECTIVE} {adapters}", whole),
         _step("eager, none", f"{eager} {NONE}", many),
         _step("eager, none, offloaded", f"{eager} {NONE} --offload_activations 1", many),
         _step("eager, full, expandable segments", f"{eager} {FULL} --expandable_segments 1", many),

@@ -31,7 +31,7 @@ class Planner:
     """Plans from a table: GiB allocated for each sample of a micro-batch, by recomputation."""
 
     def __init__(self):
-        self.asked, self.factor = [], 1.0
+        self.asked, self.factor, self.chosen = [], 1.0, {}
 
     def __call__(self, jobs, **where):
         return [self.plan(words, **where) for words in jobs]
@@ -50,7 +50,7 @@ class Planner:
         )  # fmt: skip
         seconds = 1.5 if mode in kept else 2.0
         step = StepTime(seconds, 0.75 * seconds, 1.25 * seconds, {"compute": seconds}, GIB, 2 * GIB, row.described)
-        return LayoutPlan("", memory, step, 0, "exact" if exact else "blocks")
+        return LayoutPlan("", memory, step, 0, "exact" if exact else "blocks", chosen=self.chosen)
 
 
 @pytest.fixture
@@ -175,6 +175,12 @@ def test_a_plan_of_cpus_has_no_allocator_and_no_price_of_time(planner, call):
     status, out, _ = call(*TINY, "--device", "cpu", "--gpu_memory_gib", 64)
     assert status == 0 and "2 CPU processes" in out
     assert "reserved" not in out.split("the fastest")[0] and "bf16" not in out and "+offload" not in out
+
+
+def test_the_title_says_what_was_chosen(planner, call):
+    assert "recompute full: " in call(*TINY, "--search", 0)[1]
+    planner.chosen = {"activation_checkpointing_mode": "selective", "gc_freq": 0}
+    assert "recompute selective: " in call(*TINY, "--search", 0)[1]
 
 
 def test_what_the_seconds_leave_out_is_told(planner, call):
