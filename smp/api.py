@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +34,14 @@ from smp.parallel.offload import apply_activation_offload, build_store
 from smp.parallel.optimizers import following_optimizers
 from smp.parallel.parallelize import fill_model
 from smp.parallel.parallelize import parallelize as _parallelize
-from smp.parallel.refusals import refuse_saving, require_kind, require_model, require_unsharded
+from smp.parallel.refusals import (
+    compare_batches,
+    refuse_saving,
+    require_kind,
+    require_model,
+    require_same_batch,
+    require_unsharded,
+)
 from smp.parallel.sequences import log_probs
 from smp.parallel.sharding import average_gradients, refuse_added, reshard
 from smp.parallel.technique import Setup
@@ -138,6 +144,7 @@ def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False,
     family = family_of(model.config)
     if current.tp is not None and not is_split(model):
         split_model(model, family, current.tp, from_rank0=from_rank0)
+        compare_batches(model, current.mesh)
     elif from_rank0 and current.tp is None:
         take_from_rank0(model, torch.device(current.mesh.device_type))
     if current.mesh.cp.size > 1 and not context.is_split(model):
@@ -307,7 +314,7 @@ def shard_sequence(batch: Mapping[str, Any]) -> dict[str, Any]:
         if "split" not in current.done:
             raise UserError("smp.shard_sequence needs a model that takes a part: call smp.transform before it")
         if "compared" not in current.done:
-            _compare(batch["input_ids"], current.mesh)
+            require_same_batch("smp.shard_sequence", batch["input_ids"], current.mesh.cp, current.mesh)
             current.done.add("compared")
     return own
 
@@ -339,17 +346,6 @@ def sequence_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tens
     if _current is None:
         return log_probs(model, batch, None)
     return log_probs(model, batch, _current.mesh, balanced=_current.parallel.cp_load_balance)
-
-
-def _compare(ids: torch.Tensor, mesh: Mesh) -> None:
-    """Refuse batches that are not the same on the ranks of a sequence, as nothing else would notice; collective."""
-    found: list[Any] = [None] * mesh.cp.size
-    dist.all_gather_object(found, (tuple(ids.shape), zlib.crc32(ids.cpu().numpy().tobytes())), group=mesh.cp.group)
-    if len(set(found)) > 1:
-        raise UserError(
-            f"smp.shard_sequence: the ranks of a sequence have different batches, of the shapes "
-            f"{', '.join(str(shape) for shape, _ in found)}: read the samples of mesh.data_rank {mesh.data_rank} on all"
-        )
 
 
 def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:

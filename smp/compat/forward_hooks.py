@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import zlib
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from smp.mesh import Mesh
 from smp.parallel.context.attention import SHARD
 from smp.parallel.context.exchange import SequenceShard
 from smp.parallel.context.layout import split_columns
+from smp.parallel.refusals import batches_of
 
 _logger = get_logger("smp.sagemaker")
 
@@ -95,9 +95,7 @@ def _complete(
 
 def _refuse_uncut(ids: torch.Tensor, mesh: Mesh) -> None:
     """Refuse a batch that all ranks of a sequence were given alike; collective."""
-    found: list[Any] = [None] * mesh.cp.size
-    dist.all_gather_object(found, zlib.crc32(ids.cpu().numpy().tobytes()), group=mesh.cp.group)
-    if len(set(found)) == 1:
+    if len(set(batches_of(ids, mesh.cp))) == 1:
         raise UserError(
             "under context parallelism a model takes a rank's part of a batch, and all ranks of a sequence gave the "
             "same tokens: call model(**smp.shard_sequence({'input_ids': input_ids, 'labels': labels})) in the "

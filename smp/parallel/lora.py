@@ -34,6 +34,7 @@ from smp.parallel import nf4
 from smp.parallel.adapter import Adapter
 from smp.parallel.adapter_config import ALL_LINEAR, WEIGHTS, read_settings, target_names
 from smp.parallel.linear import is_transposed, product_of, replace_product
+from smp.parallel.refusals import require_model
 from smp.parallel.sharding import gathered_blocks
 from smp.parallel.technique import Parameters, Setup
 
@@ -311,6 +312,7 @@ def adapt(
         UserError: there is no rank, a target is no linear layer, the adapter is of another model, or the model is not
             one of Hugging Face.
     """
+    require_model("smp.lora", model)
     if not rank and adapter_path is None:
         raise UserError("smp.lora: give a rank, such as 16, or an adapter_path")
     if added_parameters(model):
@@ -319,12 +321,7 @@ def adapt(
         raise UserError("smp.lora: the model is split or sharded already: call it before that")
     if quantize not in (None, "nf4"):
         raise UserError(f"smp.lora: quantize is {quantize!r}; it is None or 'nf4'")
-    hf_config: Any = getattr(model, "config", None)
-    if hf_config is None:
-        raise UserError(
-            f"smp.lora: {type(model).__name__} has no config: give a causal language model of Hugging Face, such as "
-            f"AutoModelForCausalLM.from_pretrained returns"
-        )
+    hf_config: Any = model.config
     if target_modules is None:
         target_modules = ALL_LINEAR
     targets = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)

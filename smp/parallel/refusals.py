@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zlib
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from smp.errors import UserError
+from smp.mesh import Mesh, Role
 from smp.parallel.sharding import fsdp_modules
 
 
@@ -31,6 +35,37 @@ def require_kind(caller: str, name: str, value: Any, kind: type, example: str) -
     """Refuse an argument of another type than ``kind``, which would not be heeded; None is none."""
     if value is not None and not isinstance(value, kind):
         raise UserError(f"{caller}: {name} {value!r} is not allowed: give a {kind.__name__}, such as {example}")
+
+
+def batches_of(ids: torch.Tensor, ranks: Role) -> list[tuple[tuple[int, ...], int]]:
+    """Return the shape and a checksum of each rank's token ids, by rank of the group; collective."""
+    found: list[Any] = [None] * ranks.size
+    dist.all_gather_object(found, (tuple(ids.shape), zlib.crc32(ids.cpu().numpy().tobytes())), group=ranks.group)
+    return found
+
+
+def require_same_batch(caller: str, ids: torch.Tensor, ranks: Role, mesh: Mesh) -> None:
+    """Refuse batches that differ between ranks that compute one together, as nothing else would notice; collective."""
+    found = batches_of(ids, ranks)
+    if len(set(found)) > 1:
+        raise UserError(
+            f"{caller}: the {ranks.size} ranks that compute a batch together have different ones, of the shapes "
+            f"{', '.join(str(shape) for shape, _ in found)}: read the samples of mesh.data_rank {mesh.data_rank} on all"
+        )
+
+
+def compare_batches(model: nn.Module, mesh: Mesh) -> None:
+    """Let a tensor-parallel model compare the first batch of training, and of evaluation, over its ranks."""
+    compared: set[bool] = set()
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = args[0] if args else kwargs.get("input_ids")
+        if module.training in compared or not isinstance(ids, torch.Tensor) or torch.compiler.is_compiling():
+            return
+        require_same_batch("tensor parallelism", ids, mesh.tp, mesh)
+        compared.add(module.training)
+
+    model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
 def refuse_saving(model: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 import smp
+from smp.parallel import refusals
 from tests.distributed import run_distributed
 from tests.reference import build_reference
 
@@ -66,3 +69,22 @@ def _given():
 
 def test_what_is_no_model_or_no_config_or_was_given_before():
     run_distributed(_given, world_size=1)
+
+
+def _other_batches():
+    smp.init(tp=2)
+    model = smp.parallelize(build_reference("llama_gqa", torch.float32))
+    ids = torch.arange(8).view(2, 4)
+    for training in (True, False):
+        model.train(training)
+        with pytest.raises(
+            smp.UserError, match=r"^tensor parallelism: the 2 ranks .* \(2, 4\), \(2, 4\): read the samples"
+        ):
+            model(input_ids=ids + dist.get_rank())
+        model(ids)
+        with mock.patch.object(refusals, "require_same_batch", side_effect=AssertionError("once is enough")):
+            model(ids)
+
+
+def test_ranks_of_a_tensor_parallel_group_that_read_other_samples():
+    run_distributed(_other_batches, world_size=2)

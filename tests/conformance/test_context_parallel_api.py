@@ -249,9 +249,7 @@ def _misuse():
     with pytest.raises(smp.UserError, match=r"needs a model that takes a part: call smp.transform before it"):
         smp.shard_sequence({"input_ids": ids})
     smp.transform(model)
-    with pytest.raises(
-        smp.UserError, match=r"have different batches, .* \(2, 8\), \(2, 8\): read .* mesh.data_rank 0 on"
-    ):
+    with pytest.raises(smp.UserError, match=r"have different ones, .* \(2, 8\), \(2, 8\): read .* mesh.data_rank 0 on"):
         smp.shard_sequence({"input_ids": ids + dist.get_rank()})
     own = smp.shard_sequence({"input_ids": ids})
     for call in (lambda: model(input_ids=ids), lambda: model.generate(ids, max_new_tokens=2)):
