@@ -35,15 +35,16 @@ from smp.parallel.optimizers import following_optimizers
 from smp.parallel.parallelize import fill_model
 from smp.parallel.parallelize import parallelize as _parallelize
 from smp.parallel.refusals import (
-    compare_batches,
-    refuse_saving,
+    refuse_changes,
+    refuse_recomputation,
     require_kind,
     require_model,
     require_same_batch,
     require_unsharded,
 )
+from smp.parallel.script_hooks import compare_batches, follow_script
 from smp.parallel.sequences import log_probs
-from smp.parallel.sharding import average_gradients, refuse_added, reshard
+from smp.parallel.sharding import average_gradients, reshard
 from smp.parallel.technique import Setup
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model, take_from_rank0
@@ -143,6 +144,7 @@ def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False,
     """Apply tensor and context parallelism, unless they have been."""
     family = family_of(model.config)
     if current.tp is not None and not is_split(model):
+        refuse_recomputation(model)
         split_model(model, family, current.tp, from_rank0=from_rank0)
         compare_batches(model, current.mesh)
     elif from_rank0 and current.tp is None:
@@ -200,7 +202,7 @@ def transform(
     with following_optimizers(model):
         _split(model, current, from_rank0=load_state_dict_from_rank0, exchange=cp_comm_type)
     if is_split(model):
-        refuse_saving(model)
+        refuse_changes(model, "smp.transform")
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model
 
 
@@ -284,8 +286,7 @@ def parallelize(
             if seed is None:
                 seed = first_ranks_seed([None], device)
             fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
-    refuse_added(model, "smp.parallelize")
-    refuse_saving(model)
+    follow_script(model, "smp.parallelize")
     return model
 
 

@@ -39,7 +39,7 @@ from smp.fsdp.units import (
 )
 from smp.parallel.grad_norm import clip_grad_norm_ as _clip_grad_norm
 from smp.parallel.optimizers import following_optimizers
-from smp.parallel.sharding import refuse_added
+from smp.parallel.script_hooks import refuse_added
 
 # Names of the constructor that a single unit does not have.
 _OF_THE_MODEL = ("cls", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")

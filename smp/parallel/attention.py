@@ -206,12 +206,13 @@ def _by_lengths(name: str, config: Any, given: dict[str, Any], lengths: dict[str
 
 
 def _attend(model: nn.Module, name: str) -> None:
-    """Replace the model's forward: it makes the mask, or the lengths, that all blocks share.
+    """Replace the backbone's forward: it makes the mask, or the lengths, that all blocks share.
 
     Args:
         name: of the attention function that the blocks call; masks are those of the one that the model's config names.
     """
-    forward, config, backbone = model.forward, cast(Any, model.config), cast(Any, model.base_model)
+    config, backbone = cast(Any, model.config), cast(Any, model.base_model)
+    forward = backbone.forward  # which a script may call without the head
     signature = inspect.signature(forward)
     named = backbone.config
     unmasked = _renamed(named, SDPA)
@@ -228,7 +229,7 @@ def _attend(model: nn.Module, name: str) -> None:
             given["attention_mask"] = _mask(config, given, lengths.get("cu_seq_lens_q"))
         return forward(**given, **used)
 
-    model.forward = attending  # type: ignore[method-assign]
+    backbone.forward = attending
     setattr(model, KIND, name)
 
 

@@ -54,22 +54,33 @@ def require_same_batch(caller: str, ids: torch.Tensor, ranks: Role, mesh: Mesh) 
         )
 
 
-def compare_batches(model: nn.Module, mesh: Mesh) -> None:
-    """Let a tensor-parallel model compare the first batch of training, and of evaluation, over its ranks."""
-    compared: set[bool] = set()
+def refuse_recomputation(model: Any) -> None:
+    """Refuse transformers' recomputation, which a model does not do whose blocks' forwards are replaced."""
 
-    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = args[0] if args else kwargs.get("input_ids")
-        if module.training in compared or not isinstance(ids, torch.Tensor) or torch.compiler.is_compiling():
-            return
-        require_same_batch("tensor parallelism", ids, mesh.tp, mesh)
-        compared.add(module.training)
+    def enable(*args: Any, **kwargs: Any) -> None:
+        raise UserError(
+            "transformers' gradient checkpointing has no effect under tensor parallelism: leave it out, and call "
+            "smp.parallelize(model, activation_checkpointing=True) or smp.apply_activation_checkpointing"
+        )
 
-    model.register_forward_pre_hook(compare, with_kwargs=True)
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        enable()
+    model.gradient_checkpointing_enable = model.activation_checkpointing_enable = enable
 
 
-def refuse_saving(model: Any) -> None:
-    """Let ``save_pretrained`` of a sharded or split model say what writes it: transformers fails halfway."""
+def refuse_changes(model: Any, call: str) -> None:
+    """Let what transformers would begin, and fail at halfway, of a sharded or split model be a sentence.
+
+    Args:
+        call: that has sharded or split it.
+    """
+
+    def resize(*args: Any, **kwargs: Any) -> None:
+        raise UserError(
+            f"resize_token_embeddings cannot change a model of which each rank has a part: call it before {call}"
+        )
+
+    model.resize_token_embeddings = resize
     save = getattr(type(model), "save_pretrained", None)
     if save is None:
         return

@@ -127,29 +127,6 @@ def shard_model(
     return model
 
 
-def refuse_added(model: nn.Module, call: str) -> None:
-    """Let the first forward refuse what was added to a sharded model to be trained: no rank would reduce its gradient.
-
-    Args:
-        call: that has sharded it, for the message.
-    """
-    names, ids = {name for name, _ in model.named_parameters()}, {id(p) for p in model.parameters()}
-    if not any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters()):
-        return
-
-    def check(*_: object) -> None:
-        handle.remove()
-        for name, parameter in model.named_parameters():
-            own = isinstance(parameter, DTensor) or name in names or id(parameter) in ids
-            if parameter.requires_grad and not own:
-                raise UserError(
-                    f"{name} was added to the model after {call} had sharded it, so that no rank would reduce its "
-                    f"gradient: add parameters, such as adapters, before {call}"
-                )
-
-    handle = model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True)
-
-
 def average_gradients(model: nn.Module, mesh: Mesh) -> None:
     """Divide the summed gradients of a sharded model by the number of ranks that have different tokens.
 

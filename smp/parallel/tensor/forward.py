@@ -7,6 +7,7 @@ parallelism.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -69,6 +70,30 @@ def _refuse(kwargs: dict[str, Any], config: Any) -> None:
                             f"leave it out")  # fmt: skip
 
 
+@contextlib.contextmanager
+def _marking(inside: list[bool]) -> Iterator[None]:
+    inside.append(True)
+    try:
+        yield
+    finally:
+        inside.pop()
+
+
+def _refuse_alone(model: nn.Module, inside: list[bool]) -> None:
+    """Refuse a call of the backbone without the head, whose hidden states have another gradient on each rank."""
+
+    def refuse(module: nn.Module, *_: object) -> None:
+        if not inside:
+            raise UserError(
+                f"a {type(module).__name__} cannot be called without its head under sequence parallelism, where "
+                f"each tensor-parallel rank has a part of its tokens: give sequence_parallel=False to smp.init"
+            )
+
+    backbone = getattr(model, "base_model", model)
+    if backbone is not model:
+        backbone.register_forward_pre_hook(torch.compiler.disable(refuse))
+
+
 def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, full_sequence_embedding: bool) -> None:
     """Replace the forward of a causal language model.
 
@@ -80,18 +105,23 @@ def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, ful
     """
     forward, config = model.forward, cast(Any, model.config)
     random, forked = draws(model, config), contextlib.ExitStack()
+    inside: list[bool] = []
+    if tp.sequence_parallel:
+        _refuse_alone(model, inside)
     if full_sequence_embedding and tp.sequence_parallel:
         enter_with_own_tokens(tp, blocks[0])
         leave_with_all_tokens(tp, blocks[-1], forked.close)  # what follows draws the same on all ranks
 
     def split(
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         _refuse(kwargs, config)
+        if input_ids is None:
+            raise UserError("tensor parallelism takes input_ids, and there are none: give them")
         length = input_ids.shape[1]
         ids, positions, mask = input_ids, position_ids, attention_mask
         if tp.sequence_parallel:
@@ -114,7 +144,7 @@ def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, ful
         items, shifted = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         as_tuple = kwargs.pop("return_dict", True) is False
         given = {"position_ids": positions} if positions is not None or not full_sequence_embedding else {}
-        with forked:
+        with forked, _marking(inside):
             if random and model.training and tp.sequence_parallel:
                 forked.enter_context(tp.fork_random(ids.device))
             found = forward(input_ids=ids, attention_mask=mask, **{**given, **kwargs, "use_cache": False})
