@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup, model_blocks
 
 Config = ParallelConfig
+T = TypeVar("T")
 
 # FSDP1's size_based_auto_wrap_policy used this default.
 MIN_UNIT_PARAMETERS = 100_000_000
@@ -163,11 +164,27 @@ def install_collectives(
         device_type: ``cpu`` or ``cuda``.
         shared_buffers: with backend smddp, use memory that the host's ranks share.
     """
+    if (parameters := cast(Any, module)._get_fsdp_state()._fsdp_param_group) is not None:
+        for name in ("unshard", "wait_for_unshard"):
+            setattr(parameters, name, _outside_inference_mode(getattr(parameters, name)))
     backend = dist.get_backend(group)
     if backend == "gloo" and device_type == "cpu":  # gloo sends no GPU memory by itself
         gloo.install(module)
     elif backend == "smddp" and shared_buffers:
         fsdp.install(module, group) if device_type == "cpu" else cuda.install(module, group)
+
+
+def _outside_inference_mode(function: Callable[..., T]) -> Callable[..., T]:
+    """Make what a first forward allocates, and training then writes into, tensors that training can use."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return called
 
 
 def _set_prefetch(units: list[FSDPModule], parallel: ParallelConfig) -> None:

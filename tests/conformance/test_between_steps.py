@@ -14,16 +14,22 @@ import smp
 from tests.distributed import run_distributed
 from tests.reference import VOCABULARY, build_reference
 
-BETWEEN = ("before the optimizer is made", "before clipping", "before the step", "with averaged weights")
+BETWEEN = (
+    "before the optimizer is made",
+    "before clipping",
+    "before the step",
+    "with averaged weights",
+    "in inference mode first",
+)
 
 
 def batch(step):
     return torch.randint(0, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(step))
 
 
-def evaluate(model):
+def evaluate(model, mode=torch.no_grad):
     model.eval()
-    with torch.no_grad():
+    with mode():
         model(input_ids=batch(99))
     model.train()
 
@@ -51,6 +57,8 @@ def train(model, part, between, clip):
     found = []
     if between == BETWEEN[0]:
         evaluate(model)
+    if between == BETWEEN[4]:
+        evaluate(model, torch.inference_mode)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(3):
