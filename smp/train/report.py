@@ -36,8 +36,7 @@ from smp.train.flops import model_flops_per_token
 from smp.train.hints import Results, next_commands, short, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.run_plan import RunPlan, batch_of_flags, changes_of, sizes
-from smp.train.start import Start
-from smp.train.state import TrainState
+from smp.train.state import Start, TrainState
 from smp.train.writers import Trackers
 
 logger = get_logger("train")

@@ -485,6 +485,10 @@ def test_damaged_checkpoint(kind, pattern, finished, refused, tmp_path):
             ["--checkpoint_dir", "ELSEWHERE"],
             "metrics.jsonl already contains the metrics of a run, up to step 1: .*another --output_dir",
         ),
+        (  # a forgotten --checkpoint_dir, or a disk that is not there
+            ["--checkpoint_dir", "ELSEWHERE", "--resume_from_checkpoint", "latest"],
+            "metrics of a run, up to step 1: .* --checkpoint_dir .*run/checkpoints, where its checkpoints were",
+        ),
     ],
 )
 def test_an_existing_run_is_left_alone(words, pattern, finished, refused, tmp_path):
