@@ -174,6 +174,7 @@ SETTINGS = [
     (["--output_dir", "/proc/nothing"], "--output_dir /proc/nothing cannot be written .*choose another directory"),
     (["--checkpoint_dir", "/proc/nothing"], "--checkpoint_dir /proc/nothing cannot be written .*choose another"),
     (["--tensorboard_dir", "/proc/nothing"], "--tensorboard_dir /proc/nothing cannot be written .*choose another"),
+    (["--model_dir", "m"], "--model_dir needs --save_final_model 1: set it, or leave the directory out"),
     (["--model_dir", "/proc/a/b", "--save_final_model", 1], "--model_dir /proc/a cannot be written .*choose another"),
 ]
 
