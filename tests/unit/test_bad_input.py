@@ -17,7 +17,9 @@ import types
 import pytest
 
 import smp.cli
+from smp.checkpoint.disk_forecast import forecast
 from smp.config import ParallelConfig, Settings
+from smp.errors import UserError
 from smp.mesh import lay_out
 from smp.models.registry import family_of
 from smp.parallel import context
@@ -83,6 +85,15 @@ def test_a_limit_of_the_process_is_a_sentence(error, sentence, capsys):
     assert exit_status(main) == 1
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1
+
+
+def test_a_limit_on_the_size_of_files_is_named(monkeypatch, tmp_path):
+    def too_large(_):
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr("os.fsync", too_large)
+    with pytest.raises(UserError, match=r"cannot be written .*: raise the limit, ulimit -f"):
+        forecast(tmp_path, 1)
 
 
 def test_docstrings_are_needed(monkeypatch, capsys):
