@@ -66,7 +66,9 @@ class CheckpointConfig(Section):
         "schedule and generators anew.",
     )
     save_final_model: bool = setting(False, "Write a Hugging Face model directory at the end.")
-    model_dir: str | None = setting(None, "Directory or URL where the final model goes. Default: <output_dir>/final.")
+    model_dir: str | None = setting(
+        None, "Directory or URL where --save_final_model 1 writes to. Default: <output_dir>/final."
+    )
 
     @property
     def is_local(self) -> bool:
@@ -110,6 +112,8 @@ class CheckpointConfig(Section):
                 "--reset_progress 1 needs a path in --resume_from_checkpoint, as latest is this run's own: give the "
                 "directory of a checkpoint of another run or of a script"
             )
+        if self.model_dir is not None and not self.save_final_model:
+            found.append("--model_dir needs --save_final_model 1: set it, or leave the directory out")
         if urls and self.is_local:
             found.append(
                 f"--checkpoint_type {self.checkpoint_type} keeps checkpoints on each rank's own disk, and {urls[0]} is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import time
@@ -54,8 +55,7 @@ def forecast(directory: Path, nbytes: int) -> str:
             os.fsync(file.fileno())
         seconds = time.perf_counter() - started
     except OSError as error:
-        raise UserError(
-            f"--checkpoint_dir {directory} cannot be written ({reason(error)}): choose another directory"
-        ) from None
+        mend = "raise the limit, ulimit -f" if error.errno == errno.EFBIG else "choose another directory"
+        raise UserError(f"--checkpoint_dir {directory} cannot be written ({reason(error)}): {mend}") from None
     seconds *= nbytes / len(data)
     return f"{readable(nbytes)}, to be written in about {seconds:.1f} s; {readable(free)} are free"

@@ -262,7 +262,11 @@ def point(link: Path, name: str) -> None:
         fresh.replace(link)
         sync(link.parent)
     except OSError as error:  # no symbolic links here, or a directory of that name
-        logger.warning("%s could not be pointed at %s: %s", link, name, reason(error))
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        copied = link.is_dir() and not link.is_symlink()
+        why = "it is a directory, an old copy: remove it, and the next save links it" if copied else reason(error)
+        logger.warning("%s could not be pointed at %s: %s", link, name, why)
 
 
 def _doomed(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from smp.checkpoint.layout import TEMPORARY, step_of
@@ -10,6 +11,7 @@ from smp.errors import UserError
 
 # Below a run directory checkpoints lie one directory deeper, those of single ranks two.
 DEPTHS = ("*", "*/*", "*/*/*")
+_LEFT = re.compile(rf"{re.escape(TEMPORARY)}$|steps\.aside\d+$")  # has a line of its own, or is no longer of the run
 
 
 def existing_directory(text: str) -> Path:
@@ -47,13 +49,18 @@ def checkpoints_at(directory: Path) -> list[Path]:
         path
         for depth in DEPTHS
         for path in directory.glob(depth)
-        if step_of(path) is not None and path.is_dir() and not path.is_symlink()
+        if _is_listed(path) and path.is_dir() and not path.is_symlink()
     ]
     if not found:
         raise UserError(
             f"{directory} is not a checkpoint and contains none: give a <model>-<step>steps directory, or one with some"
         )
-    return sorted(found, key=lambda path: (path.parent, step_of(path), path.name))
+    return sorted(found, key=lambda path: (path.parent, step_of(path) or 0, path.name))
+
+
+def _is_listed(path: Path) -> bool:
+    """Tell whether it is named as a checkpoint, or is a copy under another name, and not what a run has left."""
+    return step_of(path) is not None or ((path / MANIFEST_FILE).is_file() and not _LEFT.search(path.name))
 
 
 def interrupted_at(directory: Path) -> list[Path]:

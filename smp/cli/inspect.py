@@ -178,7 +178,8 @@ def _list(checkpoints: list[GivenCheckpoint], *, as_json: bool, tensors: bool) -
         except UserError as error:
             state = "; ".join(error.problems) if isinstance(error, DamagedCheckpointError) else str(error)
             summaries.append({"path": str(checkpoint.path), "state": state})
-            rows.append([name, str(step_of(Path(checkpoint.path))), "", "", "", "", shown(state)])
+            step = step_of(Path(checkpoint.path))
+            rows.append([name, "" if step is None else str(step), "", "", "", "", shown(state)])
             continue
         found = checkpoint_summary(checkpoint, manifest, tensors=tensors)
         summaries.append(found)

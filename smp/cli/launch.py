@@ -41,7 +41,11 @@ _QUANTITY = r"\d+(\.\d+)?([KMGTPE]i|[mkMGTPE])?"
 _Allowed = dict[str, tuple[str, str]]
 _WORD = (r"[\w.@%+:,=/-]+", "letters, digits and the characters . _ @ % + : , = / -")
 _SLURM_TEXTS: _Allowed = {
-    **dict.fromkeys(("partition", "account", "qos", "time", "log"), _WORD),
+    **dict.fromkeys(("partition", "account", "qos", "log"), _WORD),
+    "time": (
+        r"(\d+-)?\d+(:\d+){0,2}|(?i:unlimited|infinite)",
+        "minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]] or unlimited",
+    ),
     "job_name": (r"[\w.@%+:,=-]+", "letters, digits and the characters . _ @ % + : , = - (a log file has this name)"),
     "constraint": (r"[\w.@:,&|()\[\]*=-]+", "letters, digits and the characters . _ @ : , & | ( ) [ ] * = -"),
 }

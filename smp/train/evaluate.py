@@ -22,8 +22,8 @@ from smp.runtime import process_group
 from smp.train.metrics import json_line, validation_record
 from smp.train.reference import expect_references, give_references
 from smp.train.run_plan import RunPlan, planned_batch
-from smp.train.start import Start, prepare_device, read_usable, require_agreement, search_for
-from smp.train.state import TrainState
+from smp.train.start import prepare_device, read_usable, require_agreement, search_for
+from smp.train.state import Start, TrainState
 from smp.train.validation import Validation, validate
 
 logger = get_logger("train")

@@ -22,13 +22,12 @@ from smp import __version__ as smp_version
 from smp.checkpoint.manifest import now, versions
 from smp.errors import RunError, UserError
 from smp.faults.guard import Guard
-from smp.faults.stop import INTERRUPTED
+from smp.faults.stop import INTERRUPTED, STOPPED
 from smp.log import get_logger, redacted
 from smp.memory.plan import estimate_memory
 from smp.train.arguments import FLAGS
 from smp.train.run_plan import RunPlan, sizes
-from smp.train.start import Start
-from smp.train.state import TrainState
+from smp.train.state import Start, TrainState
 
 FILE = "history.jsonl"
 MOST_CHARACTERS = 2000
@@ -50,6 +49,21 @@ def append(run_dir: Path, event: str, **values: Any) -> None:
             file.write(line + "\n")
     except OSError as error:
         logger.warning("%s cannot be written (%s).", run_dir / FILE, error.strerror)
+
+
+def last_start(run_dir: Path) -> tuple[dict[str, Any], bool]:
+    """Return the settings of the last start, empty without a history, and whether it surely had a checkpoint."""
+    settings: dict[str, Any] = {}
+    saved = False
+    with contextlib.suppress(OSError), (run_dir / FILE).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a crash may have truncated it
+                event = json.loads(line)
+                if event["event"] == "start":
+                    settings, saved = default_settings() | event["settings"], event["checkpoint"] is not None
+                elif event["event"] == "end":  # without an error the last step is saved
+                    saved = saved or (event["status"] in (0, STOPPED, INTERRUPTED) and not event["reason"])
+    return settings, saved
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
         )
     if config.data.evaluate_only or is_elsewhere(config):  # nothing is written, or by other machines
         return
-    model_dir = config.checkpoint.model_dir if config.checkpoint.save_final_model else None
+    model_dir = config.checkpoint.model_dir
     final = [model_dir] if model_dir and not is_url(model_dir) else []
     places = [("output_dir", run_dir)]
     folders = [place for place in config.checkpoint.checkpoint_dir if not is_url(place)]

@@ -18,6 +18,7 @@ from torch import nn
 
 from smp import __version__ as smp_version
 from smp import comm
+from smp.checkpoint.layout import LATEST, checkpoint_name
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
 from smp.data.text import contradiction
@@ -36,8 +37,7 @@ from smp.train.flops import model_flops_per_token
 from smp.train.hints import Results, next_commands, short, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.run_plan import RunPlan, batch_of_flags, changes_of, sizes
-from smp.train.start import Start
-from smp.train.state import TrainState
+from smp.train.state import Start, TrainState
 from smp.train.writers import Trackers
 
 logger = get_logger("train")
@@ -211,14 +211,16 @@ def log_next_commands(plan: RunPlan, start: Start, step: int, final: Path | None
     if failure:
         logger.info("No curves.png: %s", failure)
     logger.info("Done: step %d of %d. What next:", step, start.max_steps)
-    latest = plan.checkpoint_dirs[0] / "latest"
+    saved = plan.checkpoint_dirs[0] / checkpoint_name(plan.model.name, step)
+    latest = saved.with_name(LATEST)  # which may be a copy of an earlier one
+    checkpoint = latest if latest.resolve() == saved.resolve() else saved
     found = Results(
         curves=None if failure else plan.run_dir / "curves.png",
         tensorboard=plan.config.logging.tensorboard_folders(plan.run_dir),
         final=final,
-        checkpoint=latest if latest.exists() and not plan.config.checkpoint.is_local else None,
+        checkpoint=checkpoint if saved.exists() and not plan.config.checkpoint.is_local else None,
     )
-    resumes = plan.config.checkpoint.resume_from_checkpoint == "latest"
+    resumes = plan.config.checkpoint.resume_from_checkpoint == LATEST
     for line in next_commands(starter(), plan.launch, found, max_steps=2 * step, resumes=resumes):
         logger.info("  %s", line)
 

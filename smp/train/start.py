@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from smp.checkpoint.layout import (
     refuse_foreign,
     refuse_older_branch,
     set_aside,
+    step_of,
 )
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.remote import RemoteCheckpoint, manifest_of
-from smp.checkpoint.restore import Candidate, Damaged, Search, check_architecture, is_script, restore
+from smp.checkpoint.restore import Damaged, Search, check_architecture, is_script, restore
 from smp.checkpoint.saver import MEASURED_STEPS
 from smp.checkpoint.storage import Storage
 from smp.cpu_bf16 import ensure_bf16_works
@@ -38,27 +40,13 @@ from smp.mesh import Mesh
 from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
 from smp.parallel.choices import agree_on_choices
 from smp.train.arguments import DEFAULT_MAX_STEPS
+from smp.train.history import last_start
 from smp.train.metrics import last_logged_step
 from smp.train.reference import expect_references
 from smp.train.run_plan import RunPlan, batch_of_flags, check_global_batch, choose_settings, refuse_too_large
-from smp.train.state import TrainState
+from smp.train.state import Start, TrainState
 
 logger = get_logger("train")
-
-
-@dataclasses.dataclass(frozen=True)
-class Start(Candidate):
-    """A checkpoint to resume from, or none, and what it decides of a run.
-
-    Attributes:
-        progress: where the run begins.
-        global_batch_size: samples of a step over all ranks.
-        max_steps: the step to stop at.
-    """
-
-    progress: TrainState
-    global_batch_size: int
-    max_steps: int
 
 
 def resolve(plan: RunPlan, checkpoint: Path | RemoteCheckpoint | None) -> Start:
@@ -202,15 +190,20 @@ def _refuse_logged(plan: RunPlan, *, fresh: bool) -> None:
     settings = plan.config.checkpoint
     metrics = plan.run_dir / "metrics.jsonl"
     logged = last_logged_step(metrics)
-    # "latest" may overwrite a run that died before its first checkpoint.
-    first_due = min(MEASURED_STEPS if every == "auto" else every for every in settings.checkpoint_freq)
-    interrupted = any(path for directory in plan.checkpoint_dirs for path in directory.glob(f"*-*steps*{TEMPORARY}"))
+    last, saved = last_start(plan.run_dir)
+    # "latest" may overwrite a run that died before its first checkpoint, or in that one's save.
+    frequencies = last.get("checkpoint_freq", settings.checkpoint_freq)
+    first_due = min(MEASURED_STEPS if every == "auto" else every for every in frequencies)
+    cut_short = (path for directory in plan.checkpoint_dirs for path in directory.glob(f"*-*steps{TEMPORARY}"))
+    interrupted = any((step_of(path.with_suffix("")) or first_due + 1) <= first_due for path in cut_short)
     latest = settings.resume_from_checkpoint == LATEST
-    died_early = latest and fresh and (logged <= first_due or interrupted)
+    died_early = latest and fresh and not saved and (logged <= first_due or interrupted)
     if logged and not died_early:
+        places = shlex.join(last.get("checkpoint_dir") or [str(plan.run_dir / "checkpoints")])
         raise UserError(
-            f"{metrics} already contains the metrics of a run, up to step {logged}: resume that run from its own "
-            f"checkpoints with --resume_from_checkpoint, or choose another --output_dir"
+            f"{metrics} already contains the metrics of a run, up to step {logged}: resume that run with "
+            f"--resume_from_checkpoint latest and --checkpoint_dir {places}, where its checkpoints were, or where they "
+            f"are now; or choose another --output_dir"
         )
 
 

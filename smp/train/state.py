@@ -1,8 +1,10 @@
-"""Progress of a run: the few numbers that, with parameters, optimizer and RNG, make it resumable."""
+"""Progress of a run, the few numbers that, with parameters, optimizer and RNG, make it resumable; where it starts."""
 
 from __future__ import annotations
 
 import dataclasses
+
+from smp.checkpoint.restore import Candidate
 
 
 @dataclasses.dataclass
@@ -29,3 +31,18 @@ class TrainState:
     def from_state_dict(cls, state: dict[str, int]) -> TrainState:
         """Build the state from what :meth:`state_dict` returned."""
         return cls(**state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start(Candidate):
+    """A checkpoint to resume from, or none, and what it decides of a run.
+
+    Attributes:
+        progress: where the run begins.
+        global_batch_size: samples of a step over all ranks.
+        max_steps: the step to stop at.
+    """
+
+    progress: TrainState
+    global_batch_size: int
+    max_steps: int

@@ -44,8 +44,7 @@ from smp.train.report import (
 )
 from smp.train.run_config import RunConfig
 from smp.train.run_plan import RunPlan
-from smp.train.start import Start
-from smp.train.state import TrainState
+from smp.train.state import Start, TrainState
 from smp.train.step import StepResult, nothing, train_step
 from smp.train.stopwatch import Stopwatch
 from smp.train.validation import validate

@@ -198,6 +198,15 @@ def test_one_damaged_of_several(call, run_dir, tmp_path):
     ]
 
 
+def test_a_copy_under_another_name_is_checked(call, run_dir, tmp_path):
+    for name in ("latest", "llama_v2-4steps.aside1", "llama_v2-4steps.old.tmp"):
+        shutil.copytree(run_dir / "checkpoints" / "llama_v2-4steps", tmp_path / name)
+    spoil(manifests.tensor_file(tmp_path / "latest"), "flip")
+    status, out, _ = call("verify", tmp_path)
+    assert status == 1 and out[0] == "latest: damaged" and len(out) == 3, out
+    assert [line.split()[:2] for line in call("inspect", tmp_path)[1][1:]] == [["latest", "4"]]
+
+
 def test_one_without_a_manifest(call, tmp_path):
     (tmp_path / "m-3steps").mkdir()
     status, out, err = call("verify", tmp_path / "m-3steps")

@@ -137,6 +137,7 @@ def test_restarts_of_all_pods_are_counted_together():
     assert [yaml.safe_load(text)["spec"]["runPolicy"]["backoffLimit"] for text in (one, four)] == [3, 12]
 
 
+FINAL = ["--save_final_model", "1", "--model_dir"]
 REFUSED = {
     "run and output": (["local", "--run", "--output", "F"], "--run writes no script, and --output F asks for one"),
     "slots": (
@@ -182,7 +183,7 @@ REFUSED = {
         "there ends with the container: choose a directory under /mnt/smp\n",
     ),
     "model in the image": (
-        [*POD, *CPU, "--mount_path", "/v", "--", *TINY, "--output_dir", "/v/x", "--model_dir", "/vx"],
+        [*POD, *CPU, "--mount_path", "/v", "--", *TINY, "--output_dir", "/v/x", *FINAL, "/vx"],
         "--model_dir /vx is on none",
     ),
     "help": (["slurm", *HERE, "--", "--help"], "the training flags ask for help instead of a job: leave --help out"),
@@ -204,7 +205,7 @@ def test_output_on_mounts_is_taken():
         assert f"--output_dir {shlex.quote(str(place))}\n" in written(
             "slurm", *IN_DOCKER, "--", *TINY, "--output_dir", place
         )
-    urls = ["--checkpoint_dir", "s3://b/run", "--model_dir", "s3://b/model"]
+    urls = ["--checkpoint_dir", "s3://b/run", *FINAL, "s3://b/model"]
     assert "s3://b/run" in written(*POD, *CPU, "--", *TINY, *urls)
     apptainer = ["--container", "apptainer", "--image", "i"]  # mounts as the site says
     assert written("slurm", *HERE, *apptainer, "--", *TINY, "--output_dir", "/shared/x")

@@ -216,6 +216,7 @@ REFUSED = {
     "line break": (["slurm", "--", "--name", "a\nb"], "--name 'a\\nb' contains a line break"),
     "line break in a path": (["slurm", "--workdir", "a\nb"], "--workdir 'a\\nb' contains a line break"),
     "directive": (["slurm", "--partition", "a b"], "--partition 'a b' is not allowed"),
+    "time": (["slurm", "--time", "1h"], "--time '1h' is not allowed: give minutes[:seconds], hours:minutes:seconds, "),
     "directive's line": (["slurm", "--job_name", "a\n#SBATCH"], "--job_name 'a\\n#SBATCH' is not allowed"),
     "secret": (["slurm", "--", "--hf_access_token", "hf_abcdefghijklmnopqrst"], "looks like a secret"),
     "secret in a URL": (["slurm", "--", "--training_dir", "s3://me:pass@host/x"], "--training_dir looks like a secret"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
 import threading
+import types
 from collections.abc import Callable
 
 import pytest
@@ -15,12 +17,14 @@ from safetensors.torch import load_file
 from smp.checkpoint import background, safetensors_io, saver, writer
 from smp.checkpoint.background import PendingWrite
 from smp.checkpoint.checkpointer import Checkpointer
+from smp.checkpoint.config import CheckpointConfig
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
+from smp.errors import UserError
 from smp.faults import watchdog
 from smp.train import __main__ as job
+from smp.train import history, start, trainer
 from smp.train import step as one_step
-from smp.train import trainer
 from smp.train.validation import Validation
 from tests.clock import HANG_SECONDS, Clock, wait_until
 from tests.faults.disk import fail
@@ -338,6 +342,37 @@ def test_metrics_without_their_checkpoints_are_not_written_over(tmp_path):
     refused = run_job(*words, "--max_steps", 20, "--resume_from_checkpoint", "latest", world_size=1)
     assert refused.statuses == [2] and "contains the metrics of a run, up to step 14" in refused.output
     assert len(losses(run)) == 14
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "end", "logged", "interrupted", "restarts"),
+    [
+        (None, None, 3, [], True),
+        (None, (1, "RunError"), 3, [], True),
+        (None, (0, ""), 3, [], False),
+        (None, (75, ""), 3, [], False),
+        ("other/llama-2steps", None, 3, [], False),
+        (None, None, 9, [], False),  # by the frequency that it had
+        (None, None, 9, [4], True),  # asynchronously, in its first save
+        (None, None, 9, [8], False),
+    ],
+)
+def test_latest_begins_a_run_anew_that_died_before_its_first_checkpoint(
+    checkpoint, end, logged, interrupted, restarts, tmp_path
+):
+    settings = {"checkpoint_freq": [4], "checkpoint_dir": ["there"]}
+    history.append(tmp_path, "start", checkpoint=None, settings={})
+    history.append(tmp_path, "end", status=0, reason="")
+    history.append(tmp_path, "start", checkpoint=checkpoint, settings=settings)
+    if end:
+        history.append(tmp_path, "end", status=end[0], reason=end[1])
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {logged}}}\n')
+    for step in interrupted:
+        (tmp_path / f"llama-{step}steps.tmp").mkdir()
+    config = types.SimpleNamespace(checkpoint=CheckpointConfig(resume_from_checkpoint="latest"))
+    plan = types.SimpleNamespace(config=config, run_dir=tmp_path, checkpoint_dirs=[tmp_path])
+    with contextlib.nullcontext() if restarts else pytest.raises(UserError, match="--checkpoint_dir there, where"):
+        start._refuse_logged(plan, fresh=True)
 
 
 def by_clock(step: float, write: float, save: float = 0.0):

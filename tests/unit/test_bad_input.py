@@ -17,7 +17,9 @@ import types
 import pytest
 
 import smp.cli
+from smp.checkpoint.disk_forecast import forecast
 from smp.config import ParallelConfig, Settings
+from smp.errors import UserError
 from smp.mesh import lay_out
 from smp.models.registry import family_of
 from smp.parallel import context
@@ -83,6 +85,15 @@ def test_a_limit_of_the_process_is_a_sentence(error, sentence, capsys):
     assert exit_status(main) == 1
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1
+
+
+def test_a_limit_on_the_size_of_files_is_named(monkeypatch, tmp_path):
+    def too_large(_):
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr("os.fsync", too_large)
+    with pytest.raises(UserError, match=r"cannot be written .*: raise the limit, ulimit -f"):
+        forecast(tmp_path, 1)
 
 
 def test_docstrings_are_needed(monkeypatch, capsys):
@@ -174,6 +185,7 @@ SETTINGS = [
     (["--output_dir", "/proc/nothing"], "--output_dir /proc/nothing cannot be written .*choose another directory"),
     (["--checkpoint_dir", "/proc/nothing"], "--checkpoint_dir /proc/nothing cannot be written .*choose another"),
     (["--tensorboard_dir", "/proc/nothing"], "--tensorboard_dir /proc/nothing cannot be written .*choose another"),
+    (["--model_dir", "m"], "--model_dir needs --save_final_model 1: set it, or leave the directory out"),
     (["--model_dir", "/proc/a/b", "--save_final_model", 1], "--model_dir /proc/a cannot be written .*choose another"),
 ]
 
@@ -484,6 +496,10 @@ def test_damaged_checkpoint(kind, pattern, finished, refused, tmp_path):
         (
             ["--checkpoint_dir", "ELSEWHERE"],
             "metrics.jsonl already contains the metrics of a run, up to step 1: .*another --output_dir",
+        ),
+        (  # a forgotten --checkpoint_dir, or a disk that is not there
+            ["--checkpoint_dir", "ELSEWHERE", "--resume_from_checkpoint", "latest"],
+            "metrics of a run, up to step 1: .* --checkpoint_dir .*run/checkpoints, where its checkpoints were",
         ),
     ],
 )

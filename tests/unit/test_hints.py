@@ -2,11 +2,14 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import smp.train
+from smp.checkpoint.config import CheckpointConfig
 from smp.environment import Launch, starter
+from smp.train import report
 from smp.train.hints import Results, next_commands, short, without
 
 ELASTIC = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
@@ -82,6 +85,22 @@ def test_a_checkpoint_is_exported_where_there_is_no_final_model(monkeypatch):
     found = Results(None, [], None, Path("/r/checkpoints/latest"))
     _, export = hints(monkeypatch, "python", found=found)
     assert export == "export:    python -m smp export /r/checkpoints/latest /r/final"
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_checkpoint_that_is_exported_is_the_last(copied, tmp_path, monkeypatch):
+    (tmp_path / "m-4steps").mkdir()
+    (tmp_path / "m-8steps").mkdir()
+    (tmp_path / "latest").mkdir() if copied else (tmp_path / "latest").symlink_to("m-8steps")
+    said = []
+    monkeypatch.setattr(report, "write_curves", lambda run_dir: "not here")
+    monkeypatch.setattr(report.logger, "info", lambda text, *words: said.append(text % words))
+    config = SimpleNamespace(checkpoint=CheckpointConfig(), logging=SimpleNamespace(tensorboard_folders=lambda _: []))
+    plan = SimpleNamespace(
+        config=config, run_dir=tmp_path, checkpoint_dirs=[tmp_path], model=SimpleNamespace(name="m"), launch=Launch()
+    )
+    report.log_next_commands(plan, SimpleNamespace(max_steps=8), 8, None)
+    assert f"smp export {tmp_path / ('m-8steps' if copied else 'latest')} " in said[-1]
 
 
 def test_a_python_that_is_not_on_the_path_is_named_whole(monkeypatch):

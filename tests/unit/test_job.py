@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from smp.errors import UserError
-from smp.train.start import Start, require_agreement
-from smp.train.state import TrainState
+from smp.train.start import require_agreement
+from smp.train.state import Start, TrainState
 from tests.distributed import run_distributed
 
 CHECKPOINT = pathlib.Path("/runs/a/m-10steps")
