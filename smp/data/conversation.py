@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from smp.data.config import TrainOn
+from smp.data.text import prefix_of
 from smp.errors import UserError, a_type
 
 Message = dict[str, Any]
@@ -39,11 +40,13 @@ class Chat:
         template: Jinja.
         train_on: ``assistant``: every assistant turn; ``last``: the last one; ``completion``: the turns of
             ``completion``; ``all``: all tokens; ``auto``: what the sample's keys ask for.
+        prefix: ids that begin a text.
     """
 
     tokenizer: Any
     template: str
     train_on: TrainOn = "auto"
+    prefix: tuple[int, ...] = ()
 
     def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids (n,) int64 and labels (n,) int64, not shifted, -100 where a token is not trained on.
@@ -86,12 +89,13 @@ class Chat:
             raise ConversationError(f"is a text without turns, and --train_on {self.train_on} trains on some of them")
         start = 0 if self.train_on == "all" else len(prompt)
         ids, offsets = self._tokenize(prompt + completion)
-        if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:  # the text has it already
-            ids, offsets = ids[1:], [(0, 0), *offsets[2:]]
-        trained = [end > start and begin >= start for begin, end in offsets]
-        if ids[-1:] != [self.tokenizer.eos_token_id]:
-            ids, trained = [*ids, self.tokenizer.eos_token_id], [*trained, True]
-        return _labelled(ids, trained)
+        first, last = list(self.prefix), self.tokenizer.eos_token_id
+        has = len(first) if ids[: len(first)] == first else 0  # the text may have them already
+        ids, offsets = ids[has:], offsets[has:]
+        if ids[-1:] == [last]:
+            ids, offsets = ids[:-1], offsets[:-1]
+        trained = _covered(offsets, start, len(prompt + completion))
+        return _labelled([*first, *ids, last], [*(False for _ in first), *trained, True])
 
     def _encode_messages(
         self, messages: list[Message], sample: Mapping[str, Any], *, first: int
@@ -102,26 +106,24 @@ class Chat:
             messages = _with_parsed_arguments(messages)
             text = self._render(messages, tools)
         _refuse_left_out(messages, tools, text)
-        ids, offsets = self._tokenize(text, add_special_tokens=False)
-        begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+        ids, offsets = self._tokenize(text)
         if self.train_on == "all":
             for number, message in enumerate(messages):
                 if not _is_trained(message):
                     raise ConversationError(f"message {number + 1} is not to be trained on, and --train_on is all")
-            return _labelled(ids, np.ones(len(begins), bool))
-        trained = np.zeros(len(begins), bool)
+            return _labelled(ids, np.ones(len(ids), bool))
+        trained = np.zeros(len(ids), bool)
         for start, end in self._turns(messages, tools, text, first):
-            # A token that begins before a turn is part of the prompt's tokens when the model generates.
-            trained |= (begins >= start) & (ends <= end) & (ends > begins)
+            trained |= _covered(offsets, start, end)
         return _labelled(ids, trained)
 
-    def _tokenize(self, text: str, **options: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text, and the begin and end of each in it."""
         try:
             text.encode()
         except UnicodeEncodeError as error:  # half of a character, which JSON can hold
             raise ConversationError(f"has a text that is not Unicode ({error.reason}): leave it out") from error
-        encoding = self.tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return encoding["input_ids"], encoding["offset_mapping"]
 
     def _turns(self, messages: list[Message], tools: Any, text: str, first: int) -> Iterator[tuple[int, int]]:
@@ -227,6 +229,12 @@ def _refuse_left_out(messages: list[Message], tools: Any, text: str) -> None:
             raise ConversationError(f"tools ({name}) are left out by the chat template: give a template that has them")
 
 
+def _covered(offsets: list[tuple[int, int]], start: int, end: int) -> np.ndarray:
+    """Return which tokens have a character of a part of the text, as a token across its border has."""
+    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    return (ends > start) & (begins < end)
+
+
 def _labelled(ids: Sequence[int], trained: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.array(ids, np.int64)
     return tokens, np.where(np.asarray(trained, bool), tokens, -100)
@@ -285,14 +293,16 @@ def chat_of(tokenizer: Any, folder: str, *, template: str | None, train_on: Trai
     """
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"the tokenizer in {folder} has no tokenizer.json, which conversations need: convert it")
+    prefix, tokenizer = tuple(prefix_of(tokenizer)), copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = None  # it may trim the positions of tokens to what is no white space
     if template is not None:
         try:
             with open(template, encoding="utf-8") as file:
-                return Chat(tokenizer, file.read(), train_on)
+                return Chat(tokenizer, file.read(), train_on, prefix)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--chat_template {template} cannot be read: {error}") from error
     if not isinstance(own := tokenizer.chat_template, str):
         raise UserError(
             f"the tokenizer in {folder} has no chat template: give --chat_template FILE, or a chat model's tokenizer"
         )
-    return Chat(tokenizer, own, train_on)
+    return Chat(tokenizer, own, train_on, prefix)

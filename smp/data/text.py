@@ -56,7 +56,7 @@ class TextTokenizer:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(root), trust_remote_code=False, local_files_only=True)
-            was_cutting, self.prefix = _keep_documents_whole(tokenizer), _prefix(tokenizer)
+            was_cutting, self.prefix = _keep_documents_whole(tokenizer), prefix_of(tokenizer)
         except Exception as error:  # of any type, for malformed files
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
@@ -141,7 +141,7 @@ def contradiction(folder: str, other: str) -> str | None:
     )
 
 
-def _prefix(tokenizer: Any) -> list[int]:
+def prefix_of(tokenizer: Any) -> list[int]:
     """Return the ids that a tokenizer puts in front of a text: mostly its beginning-of-sequence token, or none."""
     text = "a"
     plain = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import processors
 
 from smp.data.conversation import Chat, ConversationError, chat_of
+from smp.data.pairs import encode_pair
 from smp.errors import UserError
 from tests.chat import TEMPLATES, chat_tokenizer, marked
 
@@ -139,13 +140,40 @@ def test_arguments_that_are_texts_of_json_are_those_of_objects(name):
     assert shown(name, [TOOLS[0], called, *TOOLS[2:]]) == shown(name, TOOLS)
 
 
-def test_a_text_begins_once():
-    backend = copy.deepcopy(chat_tokenizer())
-    begin = ("<s>", backend.bos_token_id)
-    backend.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
-    words = chat_of(backend, "here", template=str(TEMPLATES / "gemma3.jinja"), train_on="auto")
-    for text in ("the sea", "<s>the sea"):
+def chat_with(*post_processors) -> Chat:
+    """Return the chat of a tokenizer with post-processors."""
+    tokenizer = copy.deepcopy(chat_tokenizer())
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence([*post_processors])
+    return chat_of(tokenizer, "here", template=str(TEMPLATES / "qwen3.jinja"), train_on="auto")
+
+
+def around(form: str) -> processors.TemplateProcessing:
+    special = [(token, chat_tokenizer().convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    return processors.TemplateProcessing(single=form, special_tokens=special)
+
+
+@pytest.mark.parametrize("form", ["<s> $A", "<s> $A </s>"])
+def test_a_text_begins_and_ends_once(form):
+    words = chat_with(around(form))
+    for text in ("the sea", "<s>the sea", "the sea</s>", "<s>the sea</s>"):
         assert marked(*words.encode({"text": text})) == "<s>⟦the sea</s>⟧"
+    assert marked(*words.encode({"prompt": "Where", "completion": " is"})) == "<s>Where⟦ is</s>⟧"
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_a_token_across_the_border_is_of_the_answer(trim):
+    words = chat_with(processors.ByteLevel(trim_offsets=trim))
+    assert marked(*words.encode({"prompt": "Where ", "completion": "is"})) == "Where⟦ is</s>⟧"
+    assert marked(*words.encode({"prompt": "Where", "completion": " "})) == "Where⟦ </s>⟧"
+    pair = encode_pair(words, {"prompt": "Where ", "chosen": "is", "rejected": "it"})
+    assert [marked(*each) for each in pair] == ["Where⟦ is</s>⟧", "Where⟦ it</s>⟧"]
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_white_space_of_a_turn_is_trained_on(trim):
+    words = chat_with(processors.ByteLevel(trim_offsets=trim))
+    turns = [ASKED[1], {"role": "assistant", "content": "In  the\n\n   sea "}]
+    assert marked(*words.encode({"messages": turns})).endswith("⟦In  the\n\n   sea <|im_end|>⟧\n")
 
 
 def test_prompt_and_completion_and_text():
