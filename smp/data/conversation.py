@@ -70,7 +70,8 @@ class Chat:
                 found = f"they are {a_type(sample['prompt'])} and {a_type(sample['completion'])}"
                 raise ConversationError(f"prompt and completion must be two texts or two lists of messages, {found}")
             prompt = _messages(sample, "prompt")
-            return self._encode_messages([*prompt, *_messages(sample, "completion")], sample, first=len(prompt))
+            first = 0 if self.train_on == "assistant" else len(prompt)
+            return self._encode_messages([*prompt, *_messages(sample, "completion")], sample, first=first)
         if isinstance(sample.get("text"), str):
             return self._encode_text("", sample["text"])
         if "chosen" in sample and "rejected" in sample:

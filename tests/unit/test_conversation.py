@@ -183,7 +183,8 @@ def test_prompt_and_completion_and_text():
     turns = {"prompt": ASKED[1:4], "completion": ASKED[4:]}
     text = marked(*words.encode(turns))
     assert text.count("⟦") == 1 and text.endswith("⟦I am at the mast.<end_of_turn>⟧\n")
-    assert marked(*chat("gemma3", "assistant").encode({**turns, "messages": None})).count("⟦") == 1
+    for train_on, trained in (("assistant", 2), ("completion", 1), ("last", 1)):
+        assert marked(*chat("gemma3", train_on).encode({**turns, "messages": None})).count("⟦") == trained
     # Columns of a table that this row does not use.
     parts = [{"role": "user", "content": [{"type": "text", "text": "Where is "}, {"type": "text", "text": "it?"}]}]
     assert "Where is it?" in shown("gemma3", [*parts, {"role": "assistant", "content": "There.", "tool_calls": None}])
