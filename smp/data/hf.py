@@ -218,11 +218,11 @@ def _vocabulary(rows: Columns) -> int:
     return needed
 
 
-def named_files(name: str, config: str | None, split: str | None, part: str) -> list[DataFile]:
+def named_files(name: str, config: str | None, splits: tuple[str, ...]) -> list[DataFile]:
     """Return the Arrow files of a dataset's split in the local cache of ``datasets``, which may download it first.
 
     Args:
-        split: its name; None: that of ``part``, train or validation.
+        splits: names, of which the first that it has is read.
 
     Raises:
         UserError: it cannot be loaded, or has no such split.
@@ -235,7 +235,7 @@ def named_files(name: str, config: str | None, split: str | None, part: str) -> 
             f"--dataset_name {name}: {_first_line(error)}: where there is no network, load it once with "
             f"datasets.load_dataset, and copy the cache folder (HF_HOME) with it"
         ) from error
-    chosen = _chosen_split(f"--dataset_name {name}", [*found], (split,) if split else SPLIT_NAMES[part])
+    chosen = _chosen_split(f"--dataset_name {name}", [*found], splits)
     files = [each["filename"] for each in found[chosen].cache_files]
     return [list_files(glob.escape(file), extensions=ARROW)[0] for file in files]
 
@@ -246,7 +246,7 @@ def _chosen_split(what: str, names: list[str], wanted: tuple[str, ...]) -> str:
             return name
     raise UserError(
         f"{what} has the splits {', '.join(names)}, but no {' or '.join(wanted)}: --dataset_split names one of a "
-        f"dataset by name; of a saved one give its folder"
+        f"dataset by name; of a saved one give its folder; --test_dir gives other validation data"
     )
 
 

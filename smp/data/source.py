@@ -56,9 +56,9 @@ class Found:
             yield from self.reader.read(file, columns)
 
 
-def find_named(name: str, config: str | None, split: str | None, part: str) -> Found:
+def find_named(name: str, config: str | None, splits: tuple[str, ...]) -> Found:
     """Find the files of a dataset by name; see :func:`smp.data.hf.named_files`."""
-    return Found(name, "Arrow", named_files(name, config, split, part), saved=True)
+    return Found(name, "Arrow", named_files(name, config, splits), saved=True)
 
 
 def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", zipped: bool | None = None) -> Found:
