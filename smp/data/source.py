@@ -154,9 +154,15 @@ def open_rows(
         return open_ids(
             files, found.reader, sequence_length=sequence_length, vocab_size=vocab_size, cache_dir=cache_dir, what=what
         )
+    if separator and not separator.strip():
+        raise UserError(f"--text_document_separator {separator!r} is of white space alone: '' is a blank line")
     words = tokenizer()
     words.require_below(vocab_size)
-    form = TextFiles(words, separator) if found.kind == "text" else Texts(found.reader, words, text_key)
+    form = (
+        TextFiles(words, separator and separator.strip())
+        if found.kind == "text"
+        else Texts(found.reader, words, text_key)
+    )
     return open_text(files, form, sequence_length=sequence_length, cache_dir=cache_dir, what=what)
 
 
