@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -78,6 +79,10 @@ def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", z
         return Found(shown, "Arrow", saved, saved=True)
     extensions = tuple(extension for kind in kinds for extension in KINDS[kind])
     files = [file for path in paths for file in list_files(path, extensions=extensions, zipped=zipped)]
+    if len(paths) > 1:
+        urls = collections.Counter(os.path.realpath(file.url) for file in files)
+        if twice := next((file.url for file in files if urls[os.path.realpath(file.url)] > 1), None):
+            raise UserError(f"{shown} names {twice} twice, which would be read twice: give it once")
     counts = collections.Counter(_kind(file, kinds) for file in files)
     if dataset_type == "auto" and len(counts) > 1 and (tables := counts.pop("CSV", 0)):
         log.warning("%s: %d CSV file(s) not read beside others: --dataset_type hf reads them", shown, tables)
