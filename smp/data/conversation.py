@@ -53,7 +53,7 @@ class Chat:
 
         Args:
             sample: ``messages``, or ``prompt`` and ``completion`` (both strings or both messages), or ``text``; with
-                messages also ``tools``.
+                messages also ``tools`` and ``chat_template_kwargs``.
 
         Raises:
             ConversationError: it is none of these, or the template cannot render it.
@@ -101,12 +101,15 @@ class Chat:
     def _encode_messages(
         self, messages: list[Message], sample: Mapping[str, Any], *, first: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        tools = sample.get("tools")
-        text = self._render(messages, tools)
+        settings = sample.get("chat_template_kwargs") or {}
+        if not isinstance(settings, dict):
+            raise ConversationError(f"has chat_template_kwargs that are {a_type(settings)}; they must be an object")
+        given = {"tools": sample.get("tools"), **settings}
+        text = self._render(messages, given)
         if _quotes_arguments(messages, text):
             messages = _with_parsed_arguments(messages)
-            text = self._render(messages, tools)
-        _refuse_left_out(messages, tools, text)
+            text = self._render(messages, given)
+        _refuse_left_out(messages, given["tools"], text)
         ids, offsets = self._tokenize(text)
         if self.train_on == "all":
             for number, message in enumerate(messages):
@@ -114,7 +117,7 @@ class Chat:
                     raise ConversationError(f"message {number + 1} is not to be trained on, and --train_on is all")
             return _labelled(ids, np.ones(len(ids), bool))
         trained = np.zeros(len(ids), bool)
-        for start, end in self._turns(messages, tools, text, first):
+        for start, end in self._turns(messages, given, text, first):
             trained |= _covered(offsets, start, end)
         return _labelled(ids, trained)
 
@@ -127,14 +130,16 @@ class Chat:
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return encoding["input_ids"], encoding["offset_mapping"]
 
-    def _turns(self, messages: list[Message], tools: Any, text: str, first: int) -> Iterator[tuple[int, int]]:
+    def _turns(
+        self, messages: list[Message], given: dict[str, Any], text: str, first: int
+    ) -> Iterator[tuple[int, int]]:
         """Yield begin and end in ``text`` of what the assistant generates in each turn from message ``first`` on."""
         turns = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
         for at in turns[-1:] if self.train_on == "last" else turns:
             if not _is_trained(messages[at]):
                 continue
-            after = self._render(messages[: at + 1], tools)
-            before = self._render(messages[:at], tools, prompt=True) if at else self._header(after, messages, tools)
+            after = self._render(messages[: at + 1], given)
+            before = self._render(messages[:at], given, prompt=True) if at else self._header(after, messages, given)
             if not (text.startswith(before) and after.startswith(before)):
                 raise ConversationError(_rewritten(at))
             body, stop = self._split_stop(after[len(before) :])
@@ -151,9 +156,9 @@ class Chat:
             # Where an earlier turn ends otherwise than the last one does, its end is not what stops generation.
             yield start, end + (len(stop) if text.startswith(stop, end) else 0)
 
-    def _header(self, after: str, messages: list[Message], tools: Any) -> str:
+    def _header(self, after: str, messages: list[Message], given: dict[str, Any]) -> str:
         """Return what precedes the assistant's words in ``after``, the text of a first message that is its own."""
-        with_prompt = self._render(messages[:1], tools, prompt=True)
+        with_prompt = self._render(messages[:1], given, prompt=True)
         header = with_prompt[len(after) :] if with_prompt.startswith(after) else ""
         return after[: after.index(header) + len(header)] if header and header in after else ""
 
@@ -173,13 +178,13 @@ class Chat:
         added = [str(token) for token in self.tokenizer.added_tokens_encoder]
         return sorted({*added, *self.tokenizer.all_special_tokens}, key=len, reverse=True)
 
-    def _render(self, messages: list[Message], tools: Any, *, prompt: bool = False) -> str:
+    def _render(self, messages: list[Message], given: dict[str, Any], *, prompt: bool = False) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             rendered: Any = render_jinja_template(
-                conversations=[messages], chat_template=FIXED_DATE + self.template, tools=tools,
-                add_generation_prompt=prompt, **self.tokenizer.special_tokens_map,
+                conversations=[messages], chat_template=FIXED_DATE + self.template, add_generation_prompt=prompt,
+                **self.tokenizer.special_tokens_map, **given,
             )  # fmt: skip
             return str(rendered[0][0])
         except Exception as error:  # of any type: templates raise their own, and fail on what they do not expect

@@ -122,6 +122,16 @@ def test_what_is_trained_on_can_be_chosen():
     assert shown("qwen3", twice, "last").endswith("⟦<think>\nWhales swim.\n</think>\n\nAt the mast.<|im_end|>⟧\n")
 
 
+def test_settings_of_a_template_are_the_samples():
+    sample = {"messages": ASKED[1:3], "chat_template_kwargs": {"suffix": " /no_think"}}
+    template = "{% for m in messages %}{{ m.content }}{{ suffix }}</s>{% endfor %}"
+    words = Chat(chat_tokenizer(), template)
+    asked = "Where is the whale? /no_think</s>"
+    assert marked(*words.encode(sample)) == f"{asked}⟦It is in the sea. /no_think</s>⟧"
+    pair = {**sample, "prompt": ASKED[1:2], "chosen": ASKED[2:3], "rejected": ASKED[4:5]}
+    assert marked(*encode_pair(words, pair)[1]) == f"{asked}⟦I am at the mast. /no_think</s>⟧"
+
+
 def test_turns_that_are_not_to_be_trained_on():
     for key, values in (("weight", (0, 1)), ("train", (False, True))):
         turns = [ASKED[1], {**ASKED[2], key: values[0]}, {**ASKED[3], key: values[0]}, {**ASKED[4], key: values[1]}]
@@ -212,6 +222,8 @@ def test_prompt_and_completion_and_text():
         ({"messages": [*ASKED[1:3], ASKED[0]]}, "smollm3", "auto", r"message 3 \(system\) is left out"),
         ({"messages": ASKED[1:]}, "no_stop", "auto", "no special token: a model trained so would not stop"),
         ({"messages": ASKED}, "qwen3", "completion", "--train_on completion needs prompt and completion"),
+        ({"messages": ASKED, "chat_template_kwargs": [1]}, "qwen3", "auto", "kwargs that are a list; they must be an"),
+        ({"messages": ASKED, "chat_template_kwargs": {"tools": 1}}, "qwen3", "auto", "the chat template refuses it"),
         ({"text": "a"}, "qwen3", "last", "a text without turns, and --train_on last"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "qwen3", "auto", "not text"),
     ],
