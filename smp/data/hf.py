@@ -15,19 +15,14 @@ import numpy as np
 
 from smp.data.packing import BLOCK, WindowRows
 from smp.data.rows import COLUMNS, Reader, is_unread
-from smp.data.storage import ARROW, CSV, DataFile, filesystem_of, list_files, reading
+from smp.data.storage import ARROW, CSV, DataFile, filesystem_of, list_files, open_file, reading
 from smp.data.token_cache import IGNORED, Columns, digest_of, recorded
 from smp.errors import UserError, a_type
 from smp.json_input import MAX_JSON, strict_json
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 ROWS = 128  # that are read and converted at once
-# In a CSV file an empty cell is an empty text, and NA is a word.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "parquet": {"batch_size": ROWS},
-    "arrow": {},
-    "csv": {"chunksize": ROWS, "keep_default_na": False},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"parquet": {"batch_size": ROWS}, "arrow": {}}
 NO_VOCABULARY = 1 << 62  # is large enough
 
 
@@ -73,18 +68,32 @@ def read_tables(file: DataFile, columns: tuple[str, ...]) -> Iterator[tuple[tupl
     Args:
         columns: to keep, beside those that are refused; without the first of them all are, for the message.
     """
-    kind = "arrow" if file.ends_with(ARROW) else "csv" if file.ends_with(CSV) else "parquet"
+    kind = "arrow" if file.ends_with(ARROW) else "parquet"
     url = f"gzip://{glob.escape(file.name[:-3])}::{file.url}" if file.zipped else glob.escape(file.url)
     first = nbytes = 0
     with _refusing(file):
         datasets = import_datasets()
-        found = datasets.load_dataset(kind, data_files=[url], split="train", streaming=True, **OPTIONS[kind])
-        for table in found.with_format("arrow").iter(batch_size=ROWS):
+        if file.ends_with(CSV):
+            tables = _csv_tables(file)
+        else:
+            found = datasets.load_dataset(kind, data_files=[url], split="train", streaming=True, **OPTIONS[kind])
+            tables = found.with_format("arrow").iter(batch_size=ROWS)
+        for table in tables:
             nbytes += table.nbytes
             if columns[0] in table.column_names:
                 table = table.select([name for name in table.column_names if name in columns or is_unread(name)])
             yield (first, table), min(nbytes, file.size)
             first += len(table)
+
+
+def _csv_tables(file: DataFile) -> Iterator[Any]:
+    """Yield a CSV file as tables whose cells are texts as written: empty ones, NA and 007, too."""
+    import pandas as pd
+    import pyarrow as pa
+
+    with open_file(file) as (content, _):
+        for frame in pd.read_csv(content, dtype=str, keep_default_na=False, chunksize=ROWS):
+            yield pa.Table.from_pandas(frame, pa.schema([(str(name), pa.string()) for name in frame.columns]))
 
 
 def table_examples(file: DataFile, chunk: tuple[int, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
