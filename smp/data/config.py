@@ -42,7 +42,9 @@ class DataConfig(Section):
     )
     dataset_config_name: str | None = setting(None, "Configuration of --dataset_name. Default: its only one.")
     dataset_split: str | None = setting(
-        None, "Split of --dataset_name to train on. Default: train; without --test_dir validation reads another one."
+        None,
+        "Split of --dataset_name to train on, or to evaluate with --evaluate_only 1. Default: train; without "
+        "--test_dir validation reads another one.",
     )
     data_type: Literal["gpt", "bert"] = setting(
         "gpt", "SMP v2's kind of model.", no_effect="SMP v2 never passed it on; --dataset_type chooses the files"

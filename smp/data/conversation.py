@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from smp.data.config import TrainOn
+from smp.data.text import prefix_of
 from smp.errors import UserError, a_type
 
 Message = dict[str, Any]
@@ -39,18 +40,20 @@ class Chat:
         template: Jinja.
         train_on: ``assistant``: every assistant turn; ``last``: the last one; ``completion``: the turns of
             ``completion``; ``all``: all tokens; ``auto``: what the sample's keys ask for.
+        prefix: ids that begin a text.
     """
 
     tokenizer: Any
     template: str
     train_on: TrainOn = "auto"
+    prefix: tuple[int, ...] = ()
 
     def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids (n,) int64 and labels (n,) int64, not shifted, -100 where a token is not trained on.
 
         Args:
             sample: ``messages``, or ``prompt`` and ``completion`` (both strings or both messages), or ``text``; with
-                messages also ``tools``.
+                messages also ``tools`` and ``chat_template_kwargs``.
 
         Raises:
             ConversationError: it is none of these, or the template cannot render it.
@@ -67,7 +70,8 @@ class Chat:
                 found = f"they are {a_type(sample['prompt'])} and {a_type(sample['completion'])}"
                 raise ConversationError(f"prompt and completion must be two texts or two lists of messages, {found}")
             prompt = _messages(sample, "prompt")
-            return self._encode_messages([*prompt, *_messages(sample, "completion")], sample, first=len(prompt))
+            first = 0 if self.train_on == "assistant" else len(prompt)
+            return self._encode_messages([*prompt, *_messages(sample, "completion")], sample, first=first)
         if isinstance(sample.get("text"), str):
             return self._encode_text("", sample["text"])
         if "chosen" in sample and "rejected" in sample:
@@ -86,52 +90,56 @@ class Chat:
             raise ConversationError(f"is a text without turns, and --train_on {self.train_on} trains on some of them")
         start = 0 if self.train_on == "all" else len(prompt)
         ids, offsets = self._tokenize(prompt + completion)
-        if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:  # the text has it already
-            ids, offsets = ids[1:], [(0, 0), *offsets[2:]]
-        trained = [end > start and begin >= start for begin, end in offsets]
-        if ids[-1:] != [self.tokenizer.eos_token_id]:
-            ids, trained = [*ids, self.tokenizer.eos_token_id], [*trained, True]
-        return _labelled(ids, trained)
+        first, last = list(self.prefix), self.tokenizer.eos_token_id
+        has = len(first) if ids[: len(first)] == first else 0  # the text may have them already
+        ids, offsets = ids[has:], offsets[has:]
+        if ids[-1:] == [last]:
+            ids, offsets = ids[:-1], offsets[:-1]
+        trained = _covered(offsets, start, len(prompt + completion))
+        return _labelled([*first, *ids, last], [*(False for _ in first), *trained, True])
 
     def _encode_messages(
         self, messages: list[Message], sample: Mapping[str, Any], *, first: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        tools = sample.get("tools")
-        text = self._render(messages, tools)
+        settings = sample.get("chat_template_kwargs") or {}
+        if not isinstance(settings, dict):
+            raise ConversationError(f"has chat_template_kwargs that are {a_type(settings)}; they must be an object")
+        given = {"tools": sample.get("tools"), **settings}
+        text = self._render(messages, given)
         if _quotes_arguments(messages, text):
             messages = _with_parsed_arguments(messages)
-            text = self._render(messages, tools)
-        _refuse_left_out(messages, tools, text)
-        ids, offsets = self._tokenize(text, add_special_tokens=False)
-        begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+            text = self._render(messages, given)
+        _refuse_left_out(messages, given["tools"], text)
+        ids, offsets = self._tokenize(text)
         if self.train_on == "all":
             for number, message in enumerate(messages):
                 if not _is_trained(message):
                     raise ConversationError(f"message {number + 1} is not to be trained on, and --train_on is all")
-            return _labelled(ids, np.ones(len(begins), bool))
-        trained = np.zeros(len(begins), bool)
-        for start, end in self._turns(messages, tools, text, first):
-            # A token that begins before a turn is part of the prompt's tokens when the model generates.
-            trained |= (begins >= start) & (ends <= end) & (ends > begins)
+            return _labelled(ids, np.ones(len(ids), bool))
+        trained = np.zeros(len(ids), bool)
+        for start, end in self._turns(messages, given, text, first):
+            trained |= _covered(offsets, start, end)
         return _labelled(ids, trained)
 
-    def _tokenize(self, text: str, **options: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text, and the begin and end of each in it."""
         try:
             text.encode()
         except UnicodeEncodeError as error:  # half of a character, which JSON can hold
             raise ConversationError(f"has a text that is not Unicode ({error.reason}): leave it out") from error
-        encoding = self.tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return encoding["input_ids"], encoding["offset_mapping"]
 
-    def _turns(self, messages: list[Message], tools: Any, text: str, first: int) -> Iterator[tuple[int, int]]:
+    def _turns(
+        self, messages: list[Message], given: dict[str, Any], text: str, first: int
+    ) -> Iterator[tuple[int, int]]:
         """Yield begin and end in ``text`` of what the assistant generates in each turn from message ``first`` on."""
         turns = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
         for at in turns[-1:] if self.train_on == "last" else turns:
             if not _is_trained(messages[at]):
                 continue
-            after = self._render(messages[: at + 1], tools)
-            before = self._render(messages[:at], tools, prompt=True) if at else self._header(after, messages, tools)
+            after = self._render(messages[: at + 1], given)
+            before = self._render(messages[:at], given, prompt=True) if at else self._header(after, messages, given)
             if not (text.startswith(before) and after.startswith(before)):
                 raise ConversationError(_rewritten(at))
             body, stop = self._split_stop(after[len(before) :])
@@ -148,9 +156,9 @@ class Chat:
             # Where an earlier turn ends otherwise than the last one does, its end is not what stops generation.
             yield start, end + (len(stop) if text.startswith(stop, end) else 0)
 
-    def _header(self, after: str, messages: list[Message], tools: Any) -> str:
+    def _header(self, after: str, messages: list[Message], given: dict[str, Any]) -> str:
         """Return what precedes the assistant's words in ``after``, the text of a first message that is its own."""
-        with_prompt = self._render(messages[:1], tools, prompt=True)
+        with_prompt = self._render(messages[:1], given, prompt=True)
         header = with_prompt[len(after) :] if with_prompt.startswith(after) else ""
         return after[: after.index(header) + len(header)] if header and header in after else ""
 
@@ -170,13 +178,13 @@ class Chat:
         added = [str(token) for token in self.tokenizer.added_tokens_encoder]
         return sorted({*added, *self.tokenizer.all_special_tokens}, key=len, reverse=True)
 
-    def _render(self, messages: list[Message], tools: Any, *, prompt: bool = False) -> str:
+    def _render(self, messages: list[Message], given: dict[str, Any], *, prompt: bool = False) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             rendered: Any = render_jinja_template(
-                conversations=[messages], chat_template=FIXED_DATE + self.template, tools=tools,
-                add_generation_prompt=prompt, **self.tokenizer.special_tokens_map,
+                conversations=[messages], chat_template=FIXED_DATE + self.template, add_generation_prompt=prompt,
+                **self.tokenizer.special_tokens_map, **given,
             )  # fmt: skip
             return str(rendered[0][0])
         except Exception as error:  # of any type: templates raise their own, and fail on what they do not expect
@@ -225,6 +233,12 @@ def _refuse_left_out(messages: list[Message], tools: Any, text: str) -> None:
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str) and name not in text:
             raise ConversationError(f"tools ({name}) are left out by the chat template: give a template that has them")
+
+
+def _covered(offsets: list[tuple[int, int]], start: int, end: int) -> np.ndarray:
+    """Return which tokens have a character of a part of the text, as a token across its border has."""
+    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    return (ends > start) & (begins < end)
 
 
 def _labelled(ids: Sequence[int], trained: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -285,14 +299,16 @@ def chat_of(tokenizer: Any, folder: str, *, template: str | None, train_on: Trai
     """
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"the tokenizer in {folder} has no tokenizer.json, which conversations need: convert it")
+    prefix, tokenizer = tuple(prefix_of(tokenizer)), copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = None  # it may trim the positions of tokens to what is no white space
     if template is not None:
         try:
             with open(template, encoding="utf-8") as file:
-                return Chat(tokenizer, file.read(), train_on)
+                return Chat(tokenizer, file.read(), train_on, prefix)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--chat_template {template} cannot be read: {error}") from error
     if not isinstance(own := tokenizer.chat_template, str):
         raise UserError(
             f"the tokenizer in {folder} has no chat template: give --chat_template FILE, or a chat model's tokenizer"
         )
-    return Chat(tokenizer, own, train_on)
+    return Chat(tokenizer, own, train_on, prefix)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from smp.data.chat import open_conversations
 from smp.data.config import DataConfig, Split
 from smp.data.convert import end_with_parent, worker_context
+from smp.data.hf import SPLIT_NAMES
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
 from smp.data.sampler import PADDING, samples_at, step_positions
 from smp.data.samples import PackedSamples
@@ -325,7 +326,8 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
     """Open the rows of one split; returns them, and the id that ends a document where the source knows it."""
     length, vocab = batch.sequence_length, batch.vocab_size
     directory = config.tokenizer_name_or_dir or batch.tokenizer_dir
-    flag = "training_dir" if split == "train" or config.validation_split else "test_dir"
+    of_training = split == "train" or bool(config.validation_split)
+    flag, part = ("training_dir", "train") if of_training else ("test_dir", "validation")
     path: str | None = getattr(config, flag)
     named = config.dataset_name if path is None else None
 
@@ -345,10 +347,14 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
         return rows, eos
     fast = not config.evaluate_only if config.fast_validation is None else config.fast_validation
     if named is not None:
-        found = find_named(named, config.dataset_config_name, config.dataset_split if split == "train" else None, split)
+        chosen = config.dataset_split
+        wanted = (chosen,) if chosen and (of_training or config.evaluate_only) else SPLIT_NAMES[part]
+        # Validation reads another split than the one that is trained on.
+        wanted = wanted if wanted == (chosen,) else tuple(each for each in wanted if each != chosen)
+        found = find_named(named, config.dataset_config_name, wanted)
     elif path is not None:
         try:
-            found = find_data([path], split, dataset_type=config.dataset_type, zipped=config.zipped_data)
+            found = find_data([path], part, dataset_type=config.dataset_type, zipped=config.zipped_data)
         except UserError as error:
             kind = "" if config.dataset_type == "auto" else f" with --dataset_type {config.dataset_type}"
             raise UserError(f"--{flag}{kind}: {error}") from None

@@ -15,19 +15,14 @@ import numpy as np
 
 from smp.data.packing import BLOCK, WindowRows
 from smp.data.rows import COLUMNS, Reader, is_unread
-from smp.data.storage import ARROW, CSV, DataFile, filesystem_of, list_files, reading
+from smp.data.storage import ARROW, CSV, DataFile, filesystem_of, list_files, open_file, reading
 from smp.data.token_cache import IGNORED, Columns, digest_of, recorded
 from smp.errors import UserError, a_type
 from smp.json_input import MAX_JSON, strict_json
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 ROWS = 128  # that are read and converted at once
-# In a CSV file an empty cell is an empty text, and NA is a word.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "parquet": {"batch_size": ROWS},
-    "arrow": {},
-    "csv": {"chunksize": ROWS, "keep_default_na": False},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"parquet": {"batch_size": ROWS}, "arrow": {}}
 NO_VOCABULARY = 1 << 62  # is large enough
 
 
@@ -73,18 +68,32 @@ def read_tables(file: DataFile, columns: tuple[str, ...]) -> Iterator[tuple[tupl
     Args:
         columns: to keep, beside those that are refused; without the first of them all are, for the message.
     """
-    kind = "arrow" if file.ends_with(ARROW) else "csv" if file.ends_with(CSV) else "parquet"
+    kind = "arrow" if file.ends_with(ARROW) else "parquet"
     url = f"gzip://{glob.escape(file.name[:-3])}::{file.url}" if file.zipped else glob.escape(file.url)
     first = nbytes = 0
     with _refusing(file):
         datasets = import_datasets()
-        found = datasets.load_dataset(kind, data_files=[url], split="train", streaming=True, **OPTIONS[kind])
-        for table in found.with_format("arrow").iter(batch_size=ROWS):
+        if file.ends_with(CSV):
+            tables = _csv_tables(file)
+        else:
+            found = datasets.load_dataset(kind, data_files=[url], split="train", streaming=True, **OPTIONS[kind])
+            tables = found.with_format("arrow").iter(batch_size=ROWS)
+        for table in tables:
             nbytes += table.nbytes
             if columns[0] in table.column_names:
                 table = table.select([name for name in table.column_names if name in columns or is_unread(name)])
             yield (first, table), min(nbytes, file.size)
             first += len(table)
+
+
+def _csv_tables(file: DataFile) -> Iterator[Any]:
+    """Yield a CSV file as tables whose cells are texts as written: empty ones, NA and 007, too."""
+    import pandas as pd
+    import pyarrow as pa
+
+    with open_file(file) as (content, _):
+        for frame in pd.read_csv(content, dtype=str, keep_default_na=False, chunksize=ROWS):
+            yield pa.Table.from_pandas(frame, pa.schema([(str(name), pa.string()) for name in frame.columns]))
 
 
 def table_examples(file: DataFile, chunk: tuple[int, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -218,11 +227,11 @@ def _vocabulary(rows: Columns) -> int:
     return needed
 
 
-def named_files(name: str, config: str | None, split: str | None, part: str) -> list[DataFile]:
+def named_files(name: str, config: str | None, splits: tuple[str, ...]) -> list[DataFile]:
     """Return the Arrow files of a dataset's split in the local cache of ``datasets``, which may download it first.
 
     Args:
-        split: its name; None: that of ``part``, train or validation.
+        splits: names, of which the first that it has is read.
 
     Raises:
         UserError: it cannot be loaded, or has no such split.
@@ -235,7 +244,7 @@ def named_files(name: str, config: str | None, split: str | None, part: str) -> 
             f"--dataset_name {name}: {_first_line(error)}: where there is no network, load it once with "
             f"datasets.load_dataset, and copy the cache folder (HF_HOME) with it"
         ) from error
-    chosen = _chosen_split(f"--dataset_name {name}", [*found], (split,) if split else SPLIT_NAMES[part])
+    chosen = _chosen_split(f"--dataset_name {name}", [*found], splits)
     files = [each["filename"] for each in found[chosen].cache_files]
     return [list_files(glob.escape(file), extensions=ARROW)[0] for file in files]
 
@@ -246,7 +255,7 @@ def _chosen_split(what: str, names: list[str], wanted: tuple[str, ...]) -> str:
             return name
     raise UserError(
         f"{what} has the splits {', '.join(names)}, but no {' or '.join(wanted)}: --dataset_split names one of a "
-        f"dataset by name; of a saved one give its folder"
+        f"dataset by name; of a saved one give its folder; --test_dir gives other validation data"
     )
 
 

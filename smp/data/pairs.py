@@ -32,20 +32,17 @@ def encode_pair(chat: Chat, sample: Mapping[str, Any]) -> list[Encoded]:
     prompt, chosen, rejected = _split(sample)
     if chosen == rejected:
         raise ConversationError("has the same answer as chosen and as rejected: leave it out")
+    context = {key: sample[key] for key in ("tools", "chat_template_kwargs") if key in sample}
     found = []
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         try:
-            ids, labels = chat.encode({**_tools(sample), "prompt": prompt, "completion": answer})
+            ids, labels = chat.encode({**context, "prompt": prompt, "completion": answer})
         except ConversationError as error:
             raise ConversationError(f"{key}: {error}") from error
         if not (labels[1:] != -100).any():
             raise ConversationError(f"{key} has no answer of the assistant to compare: leave it out")
         found.append((ids, labels))
     return found
-
-
-def _tools(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {} if sample.get("tools") is None else {"tools": sample["tools"]}
 
 
 def _split(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from smp.data.convert import Rows, joined, token_files
 from smp.data.packing import WindowRows
 from smp.data.storage import DataFile
-from smp.data.text import TextTokenizer, tokenized_texts
+from smp.data.text import TEXT_CONVERSION, TextTokenizer, tokenized_texts
 from smp.data.token_cache import IGNORED, digest_of, token_dtype
 from smp.errors import UserError
 
@@ -193,7 +193,7 @@ class Texts:
     @property
     def key(self) -> list[Any]:
         """Return what the tokens depend on besides the file."""
-        return [self.tokenizer.digest, self.text_key]
+        return [TEXT_CONVERSION, self.tokenizer.digest, self.text_key]
 
     @property
     def dtype(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -56,9 +57,9 @@ class Found:
             yield from self.reader.read(file, columns)
 
 
-def find_named(name: str, config: str | None, split: str | None, part: str) -> Found:
+def find_named(name: str, config: str | None, splits: tuple[str, ...]) -> Found:
     """Find the files of a dataset by name; see :func:`smp.data.hf.named_files`."""
-    return Found(name, "Arrow", named_files(name, config, split, part), saved=True)
+    return Found(name, "Arrow", named_files(name, config, splits), saved=True)
 
 
 def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", zipped: bool | None = None) -> Found:
@@ -78,6 +79,10 @@ def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", z
         return Found(shown, "Arrow", saved, saved=True)
     extensions = tuple(extension for kind in kinds for extension in KINDS[kind])
     files = [file for path in paths for file in list_files(path, extensions=extensions, zipped=zipped)]
+    if len(paths) > 1:
+        urls = collections.Counter(os.path.realpath(file.url) for file in files)
+        if twice := next((file.url for file in files if urls[os.path.realpath(file.url)] > 1), None):
+            raise UserError(f"{shown} names {twice} twice, which would be read twice: give it once")
     counts = collections.Counter(_kind(file, kinds) for file in files)
     if dataset_type == "auto" and len(counts) > 1 and (tables := counts.pop("CSV", 0)):
         log.warning("%s: %d CSV file(s) not read beside others: --dataset_type hf reads them", shown, tables)
@@ -154,9 +159,15 @@ def open_rows(
         return open_ids(
             files, found.reader, sequence_length=sequence_length, vocab_size=vocab_size, cache_dir=cache_dir, what=what
         )
+    if separator and not separator.strip():
+        raise UserError(f"--text_document_separator {separator!r} is of white space alone: '' is a blank line")
     words = tokenizer()
     words.require_below(vocab_size)
-    form = TextFiles(words, separator) if found.kind == "text" else Texts(found.reader, words, text_key)
+    form = (
+        TextFiles(words, separator and separator.strip())
+        if found.kind == "text"
+        else Texts(found.reader, words, text_key)
+    )
     return open_text(files, form, sequence_length=sequence_length, cache_dir=cache_dir, what=what)
 
 

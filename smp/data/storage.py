@@ -23,6 +23,24 @@ GLOB_CHARACTERS = "*?["
 COMPRESSED = (".zst", ".zstd", ".bz2", ".xz", ".lz4")
 INDEXED = (".bin", ".idx")
 OTHER_FORMATS = (".csv", ".tsv", ".zip", ".tar", ".tgz", ".npy", ".npz", ".h5", ".hdf5", ".feather")
+# Of no data, by their endings, and by the beginnings of names.
+NO_DATA = (
+    ".md", ".rst", ".html", ".pdf", ".py", ".ipynb", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".jinja", ".model",
+    ".log", ".lock", ".md5", ".sha1", ".sha256", ".sha512", ".crc", ".sig", ".asc", ".png", ".jpg", ".jpeg", ".svg",
+)  # fmt: skip
+NO_DATA_NAMES = (
+    "readme",
+    "licen",
+    "copying",
+    "notice",
+    "changelog",
+    "makefile",
+    "dockerfile",
+    "sha",
+    "md5",
+    "checksum",
+    "_",
+)
 # Files that describe a dataset; `datasets` leaves them out too.
 DESCRIPTIONS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 MOST_NAMED = 5
@@ -199,6 +217,14 @@ def _left_out(fs: Any, path: str, found: _Entries, kept: list[str], extensions: 
         return plain.endswith(OTHER_FORMATS) or (plain.endswith(extensions) and plain not in read)
 
     files = [each for each in found.files if each.lower() not in read and is_data(each.lower())]
+    known = (*JSONL, *TEXT, *PARQUET, *ARROW, *INDEXED)  # --dataset_type has left these out, or another sentence tells
+
+    def may_be(name: str) -> bool:
+        plain = name.removesuffix(".gz")
+        described = PurePosixPath(name).name.startswith(NO_DATA_NAMES) or plain.endswith((*NO_DATA, *known))
+        return plain not in read and name not in read and not is_data(name) and not described
+
+    others = [each for each in found.files if may_be(each.lower())]
     folders = {}
     for folder in found.folders:
         if not any(each.startswith(f"{folder.rstrip('/')}/") for each in kept):
@@ -209,6 +235,11 @@ def _left_out(fs: Any, path: str, found: _Entries, kept: list[str], extensions: 
     parts = []
     if files:
         parts.append(f"{len(files)} file(s) not read ({_names(files)}): {_CONVERT}")
+    if others:
+        parts.append(
+            f"{len(others)} file(s) of other names not read ({_names(others)}): rename those that are data to end in "
+            f"one of {', '.join(extensions)}"
+        )
     if indexed := [each for each in found.files if each.lower().endswith(".idx")]:
         parts.append(f"{len(indexed)} .idx file(s) not read ({_names(indexed)}): {_INDEXED}")
     if folders:

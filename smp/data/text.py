@@ -24,6 +24,7 @@ MAX_TOKENIZER = 1 << 30  # bytes of a tokenizer's files, which are read whole
 PART = 256_000  # characters that are tokenised at once; longer documents are split at a line end
 BATCH = 1_000_000  # characters that are tokenised at once: their encodings take some hundred times as many bytes
 MOST_DOCUMENTS = 20_000  # in a batch: each costs memory beyond its characters
+TEXT_CONVERSION = 2  # raised by a change that gives a text other tokens, so that no cache is used again
 log = logging.getLogger("smp.data")
 
 
@@ -56,7 +57,7 @@ class TextTokenizer:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(root), trust_remote_code=False, local_files_only=True)
-            was_cutting, self.prefix = _keep_documents_whole(tokenizer), _prefix(tokenizer)
+            was_cutting, self.prefix = _keep_documents_whole(tokenizer), prefix_of(tokenizer)
         except Exception as error:  # of any type, for malformed files
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
@@ -141,7 +142,7 @@ def contradiction(folder: str, other: str) -> str | None:
     )
 
 
-def _prefix(tokenizer: Any) -> list[int]:
+def prefix_of(tokenizer: Any) -> list[int]:
     """Return the ids that a tokenizer puts in front of a text: mostly its beginning-of-sequence token, or none."""
     text = "a"
     plain = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -255,7 +256,8 @@ def tokenized(batch: list[Part], tokenizer: TextTokenizer) -> list[Rows]:
     for words, part in zip(tokenizer([part.text for part in batch]), batch, strict=True):
         # A text may have it already, as one made by a chat template.
         before = prefix if part.begins and words[: len(prefix)] != prefix else []
-        ids = np.array([*before, *words, *(end if part.ends else [])], dtype)
+        after = end if part.ends and words[-1:] != end else []
+        ids = np.array([*before, *words, *after], dtype)
         found.append(Rows(ids, np.array([len(ids)] if part.ends else [], np.int64)))
     return joined(found)
 
@@ -300,7 +302,7 @@ class TextFiles:
     @property
     def key(self) -> list[Any]:
         """Return what the tokens depend on besides the file."""
-        return [self.tokenizer.digest, self.separator]
+        return [TEXT_CONVERSION, self.tokenizer.digest, self.separator]
 
     @property
     def dtype(self) -> str:
@@ -346,6 +348,8 @@ def open_text(
     if tokenizer.prefix:
         log.info("%s: each document begins with %s", what, tokenizer.text(tokenizer.prefix))
     stores = token_files(files, form, what=what, cache_dir=cache_dir)
+    if getattr(form, "separator", None) is not None and all(len(store.offsets) == 2 for store in stores):
+        log.warning("%s: --text_document_separator %r separates nothing: each file is a document", what, form.separator)
     for file, store in zip(files, stores, strict=True):
         if store.highest >= tokenizer.limit:  # converted for a model with a larger vocabulary
             for chunk, _ in form.chunks(file):

@@ -133,7 +133,7 @@ def _report(plan: RunPlan, start: Start, result: Validation) -> None:
         model = f"{model} with {adapter}"
     untrained = start.checkpoint is None and plan.model.weights is None
     logger.info(
-        "Evaluated %s%s on %d samples, %d tokens",
+        "Evaluated %s%s on %d sequences, %d tokens",
         start.checkpoint or model, " with its initial values" if untrained else "", result.samples, result.tokens,
     )  # fmt: skip
     found = validation_record(result.loss, result.metrics)

@@ -21,7 +21,7 @@ BATCHES = 10
 
 
 class Validation(NamedTuple):
-    """Mean loss, the number of valid tokens and that of samples, and means of the loss's metrics; of all ranks."""
+    """Mean loss, the number of valid tokens and that of sequences, and means of the loss's metrics; of all ranks."""
 
     loss: float
     tokens: int

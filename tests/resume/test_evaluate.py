@@ -85,7 +85,7 @@ def test_a_checkpoint_and_its_export_have_hugging_faces_loss(finished, files, ro
         math.exp(loss), 1e-4
     )
     assert (found["tokens"], found["samples"], found["step"]) == (tokens, 13, 2)
-    assert "Evaluated " in output and output.count("llama_v2-2steps on 13 samples") == 1
+    assert "Evaluated " in output and output.count("llama_v2-2steps on 13 sequences") == 1
     url = ["--checkpoint_dir", f"file://{finished}/checkpoints", "--resume_from_checkpoint", "latest"]
     there, output = evaluate(*LLAMA, "--output_dir", tmp_path / "run", *url, files=files, tmp_path=tmp_path)
     assert there["val_loss"] == found["val_loss"] and f"Evaluated file://{finished}/checkpoints/llama_v2-2s" in output

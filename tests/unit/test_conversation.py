@@ -8,6 +8,7 @@ import pytest
 from tokenizers import processors
 
 from smp.data.conversation import Chat, ConversationError, chat_of
+from smp.data.pairs import encode_pair
 from smp.errors import UserError
 from tests.chat import TEMPLATES, chat_tokenizer, marked
 
@@ -121,6 +122,16 @@ def test_what_is_trained_on_can_be_chosen():
     assert shown("qwen3", twice, "last").endswith("⟦<think>\nWhales swim.\n</think>\n\nAt the mast.<|im_end|>⟧\n")
 
 
+def test_settings_of_a_template_are_the_samples():
+    sample = {"messages": ASKED[1:3], "chat_template_kwargs": {"suffix": " /no_think"}}
+    template = "{% for m in messages %}{{ m.content }}{{ suffix }}</s>{% endfor %}"
+    words = Chat(chat_tokenizer(), template)
+    asked = "Where is the whale? /no_think</s>"
+    assert marked(*words.encode(sample)) == f"{asked}⟦It is in the sea. /no_think</s>⟧"
+    pair = {**sample, "prompt": ASKED[1:2], "chosen": ASKED[2:3], "rejected": ASKED[4:5]}
+    assert marked(*encode_pair(words, pair)[1]) == f"{asked}⟦I am at the mast. /no_think</s>⟧"
+
+
 def test_turns_that_are_not_to_be_trained_on():
     for key, values in (("weight", (0, 1)), ("train", (False, True))):
         turns = [ASKED[1], {**ASKED[2], key: values[0]}, {**ASKED[3], key: values[0]}, {**ASKED[4], key: values[1]}]
@@ -139,13 +150,40 @@ def test_arguments_that_are_texts_of_json_are_those_of_objects(name):
     assert shown(name, [TOOLS[0], called, *TOOLS[2:]]) == shown(name, TOOLS)
 
 
-def test_a_text_begins_once():
-    backend = copy.deepcopy(chat_tokenizer())
-    begin = ("<s>", backend.bos_token_id)
-    backend.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
-    words = chat_of(backend, "here", template=str(TEMPLATES / "gemma3.jinja"), train_on="auto")
-    for text in ("the sea", "<s>the sea"):
+def chat_with(*post_processors) -> Chat:
+    """Return the chat of a tokenizer with post-processors."""
+    tokenizer = copy.deepcopy(chat_tokenizer())
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence([*post_processors])
+    return chat_of(tokenizer, "here", template=str(TEMPLATES / "qwen3.jinja"), train_on="auto")
+
+
+def around(form: str) -> processors.TemplateProcessing:
+    special = [(token, chat_tokenizer().convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    return processors.TemplateProcessing(single=form, special_tokens=special)
+
+
+@pytest.mark.parametrize("form", ["<s> $A", "<s> $A </s>"])
+def test_a_text_begins_and_ends_once(form):
+    words = chat_with(around(form))
+    for text in ("the sea", "<s>the sea", "the sea</s>", "<s>the sea</s>"):
         assert marked(*words.encode({"text": text})) == "<s>⟦the sea</s>⟧"
+    assert marked(*words.encode({"prompt": "Where", "completion": " is"})) == "<s>Where⟦ is</s>⟧"
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_a_token_across_the_border_is_of_the_answer(trim):
+    words = chat_with(processors.ByteLevel(trim_offsets=trim))
+    assert marked(*words.encode({"prompt": "Where ", "completion": "is"})) == "Where⟦ is</s>⟧"
+    assert marked(*words.encode({"prompt": "Where", "completion": " "})) == "Where⟦ </s>⟧"
+    pair = encode_pair(words, {"prompt": "Where ", "chosen": "is", "rejected": "it"})
+    assert [marked(*each) for each in pair] == ["Where⟦ is</s>⟧", "Where⟦ it</s>⟧"]
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_white_space_of_a_turn_is_trained_on(trim):
+    words = chat_with(processors.ByteLevel(trim_offsets=trim))
+    turns = [ASKED[1], {"role": "assistant", "content": "In  the\n\n   sea "}]
+    assert marked(*words.encode({"messages": turns})).endswith("⟦In  the\n\n   sea <|im_end|>⟧\n")
 
 
 def test_prompt_and_completion_and_text():
@@ -155,7 +193,8 @@ def test_prompt_and_completion_and_text():
     turns = {"prompt": ASKED[1:4], "completion": ASKED[4:]}
     text = marked(*words.encode(turns))
     assert text.count("⟦") == 1 and text.endswith("⟦I am at the mast.<end_of_turn>⟧\n")
-    assert marked(*chat("gemma3", "assistant").encode({**turns, "messages": None})).count("⟦") == 1
+    for train_on, trained in (("assistant", 2), ("completion", 1), ("last", 1)):
+        assert marked(*chat("gemma3", train_on).encode({**turns, "messages": None})).count("⟦") == trained
     # Columns of a table that this row does not use.
     parts = [{"role": "user", "content": [{"type": "text", "text": "Where is "}, {"type": "text", "text": "it?"}]}]
     assert "Where is it?" in shown("gemma3", [*parts, {"role": "assistant", "content": "There.", "tool_calls": None}])
@@ -183,6 +222,8 @@ def test_prompt_and_completion_and_text():
         ({"messages": [*ASKED[1:3], ASKED[0]]}, "smollm3", "auto", r"message 3 \(system\) is left out"),
         ({"messages": ASKED[1:]}, "no_stop", "auto", "no special token: a model trained so would not stop"),
         ({"messages": ASKED}, "qwen3", "completion", "--train_on completion needs prompt and completion"),
+        ({"messages": ASKED, "chat_template_kwargs": [1]}, "qwen3", "auto", "kwargs that are a list; they must be an"),
+        ({"messages": ASKED, "chat_template_kwargs": {"tools": 1}}, "qwen3", "auto", "the chat template refuses it"),
         ({"text": "a"}, "qwen3", "last", "a text without turns, and --train_on last"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "qwen3", "auto", "not text"),
     ],

@@ -159,10 +159,18 @@ def test_validation_data_of_another_kind(tmp_path):
     assert both == tokens(write("parquet", tmp_path / "p", TEXTS[:2]), tmp_path, split="validation")
 
 
-def test_a_separator_is_for_text_files(tmp_path):
+def test_a_separator_is_for_text_files(tmp_path, caplog):
     folder = write("jsonl", tmp_path / "d", TEXTS[:2])
     with pytest.raises(UserError, match=r"--text_document_separator is for text files, and .*d contains JSON lines"):
         opened(folder, tmp_path, text_document_separator="")
+    (tmp_path / "a.txt").write_text("one\n ---\ntwo\n")
+    with pytest.raises(UserError, match="--text_document_separator ' ' is of white space alone: '' is a blank line"):
+        opened(tmp_path / "a.txt", tmp_path, text_document_separator=" ")
+    found = [tokens(tmp_path / "a.txt", tmp_path, text_document_separator=each) for each in ("---", " --- ")]
+    assert found[0] == found[1] and found[0].count(0) == 2 and not caplog.records
+    assert tokens(tmp_path / "a.txt", tmp_path, text_document_separator="\\n").count(0) == 1
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert warning == r"training data: --text_document_separator '\\n' separates nothing: each file is a document"
 
 
 ROW, IDS = '{"text": "fine"}\n', '{"input_ids": [1]}\n'

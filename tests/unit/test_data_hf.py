@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data.sample.build import HERE
 from smp.data import hf as module
-from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
+from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline, open_samples
 from smp.data.hf import MappedRows
 from smp.data.source import find_data, open_rows
 from smp.data.storage import list_files
@@ -209,6 +210,9 @@ def test_csv_is_read_as_written(tmp_path):
     for name in ("a.csv", "b.csv.gz", "c.parquet.gz"):
         found = [row["text"] for _, row in find_data([str(tmp_path / name)], "train").examples(("text",))]
         assert found == ["hello", "NA", "", "two\nlines"], name
+    (tmp_path / "n.csv").write_bytes(b"\xef\xbb\xbftext,n\n" + b"007,1\n" * 200 + b"True,\nword\n")
+    found = [row["text"] for _, row in find_data([str(tmp_path / "n.csv")], "train").examples(("text",))]
+    assert found == ["007"] * 200 + ["True", "word"]
     (tmp_path / "d.csv").write_bytes(b"text\n\xff\n")
     with pytest.raises(UserError, match=r"d.csv is not a readable file of its kind \('utf-8' codec"):
         open_all(tmp_path / "d.csv", tmp_path / "cache")
@@ -310,6 +314,11 @@ def test_a_dataset_by_name_comes_from_the_cache(tmp_path, hub_cache):
     assert by_name(tmp_path, dataset_config_name="large")[1] == [54]
     assert by_name(tmp_path, dataset_config_name="default", dataset_split="test") == expected[:1]
     assert by_name(tmp_path, "validation", dataset_config_name="default", validation_freq=1) == expected[:1]
+    assert by_name(tmp_path, "validation", dataset_config_name="default", evaluate_only=True) == expected[:1]
+    named = {"dataset_config_name": "default", "evaluate_only": True, "dataset_split": "train"}
+    assert by_name(tmp_path, "validation", fast_validation=False, **named) == expected
+    with pytest.raises(UserError, match=r"has the splits train, test, but no validation or val: .*--test_dir gives"):
+        by_name(tmp_path, "validation", dataset_config_name="default", dataset_split="test", validation_freq=1)
     with pytest.raises(UserError, match=r"someone/texts has the splits .*, but no train\[:1\]: --dataset_split names"):
         by_name(tmp_path, dataset_config_name="default", dataset_split="train[:1]")
     with pytest.raises(UserError, match=r"--dataset_name someone/texts: .*none.*: where there is no network, load it"):
@@ -351,3 +360,30 @@ def test_without_datasets_one_sentence_says_what_to_install(tmp_path, monkeypatc
         source = open_rows(found, sequence_length=4, vocab_size=100, tokenizer=no_tokenizer,
                            cache_dir=str(tmp_path / "cache"), what="data")  # fmt: skip
         assert len(tokens_of(pickle.loads(pickle.dumps(source)))) == 5
+
+
+@pytest.mark.parametrize("by", ["name", "folder"])
+def test_validation_split_is_of_the_training_split(tmp_path, monkeypatch, by):
+    import datasets
+
+    parts = {
+        name: datasets.Dataset.from_list([{"text": f"{name} {n}"} for n in range(count)])
+        for name, count in (("train", 20), ("test", 8))
+    }
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
+    if by == "name":  # the cache of `datasets` is not what is tested here
+        load, saved = datasets.load_dataset, datasets.load_from_disk(str(tmp_path / "d"))
+        monkeypatch.setattr(
+            datasets, "load_dataset", lambda name, *more, **most: saved if "/" in name else load(name, *more, **most)
+        )
+    data = {"dataset_name": "someone/texts"} if by == "name" else {"training_dir": str(tmp_path / "d")}
+    config = DataConfig(
+        **data, dataset_type="chat", tokenizer_name_or_dir=str(HERE / "tokenizer"), validation_split=0.25,
+        chat_template=str(HERE / "chat_template.jinja"), validation_freq=1, data_cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    batch = BatchShape(
+        sequence_length=32, vocab_size=2048, global_batch_size=1, micro_batch_size=1, data_rank=0, data_size=1, seed=0
+    )
+    taken = [open_samples(config, split=split, batch=batch) for split in ("train", "validation")]
+    assert [len(each.numbers) for each in taken] == [15, 5]
+    assert sorted(np.concatenate([each.numbers for each in taken])) == [*range(20)]

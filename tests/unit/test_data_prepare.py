@@ -54,6 +54,14 @@ def test_text_is_packed_and_split_by_document(tmp_path, folder):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out")]
 
 
+def test_a_file_named_twice_is_refused(tmp_path, folder, capsys):
+    (folder / "a.txt").write_text("One day.\n")
+    (tmp_path / "link.txt").symlink_to(folder / "a.txt")
+    for other in (folder / "a.txt", tmp_path / "link.txt"):
+        assert run(tmp_path, "--input", str(folder), str(other), fraction=0) == 2
+        assert "a.txt twice, which would be read twice: give it once" in capsys.readouterr().err
+
+
 def test_the_split_is_a_fraction_and_only_grows_with_it():
     held = {fraction: {i for i in range(10_000) if in_validation(i, fraction)} for fraction in (0, 0.01, 0.2)}
     assert not held[0] and held[0.01] < held[0.2]

@@ -164,6 +164,16 @@ def test_what_looks_like_data_and_is_not_read_is_counted_and_named(tmp_path, cap
     assert names(folder / "a*l") == ["a.jsonl"] and not caplog.records
 
 
+def test_files_of_other_names_are_told(tmp_path, caplog):
+    lost = ["b.jsonlines", "c.jl", "d.text", "e.parq", "part-00000", "g.jsonl.bak"]
+    plain = ["README", "LICENSE.old", "SHA256SUMS", "x.py", "a.md5", "_SUCCESS", "c.txt", ".x"]
+    assert names(write(tmp_path / "d", "a.jsonl", *lost, *plain)) == ["a.jsonl"]
+    (warning,) = caplog.records
+    assert "6 file(s) of other names not read (b.jsonlines, c.jl, d.text, e.parq, g.jsonl.bak, ...): rename" in (
+        warning.getMessage()
+    )
+
+
 def test_a_folder_of_folders_says_what_reads_them(tmp_path):
     folder = nested(tmp_path)
     (folder / "a.jsonl").unlink()

@@ -54,6 +54,12 @@ def test_a_separator_line_ends_a_document(tmp_path, tokenizer, separator, conten
     assert decoded(open_all(tmp_path, tmp_path, tokenizer, separator=separator), tokenizer) == ["a b\nc\n", "d\n"]
 
 
+def test_a_document_ends_once(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("One day.<|endoftext|>")
+    (tmp_path / "b.txt").write_text("Another.")
+    assert decoded(open_all(tmp_path, tmp_path, tokenizer), tokenizer) == ["One day.", "Another."]
+
+
 def test_other_file_systems(tmp_path, tokenizer):
     with fsspec.open("memory://texts/a.txt", "w") as handle:
         handle.write("Hello there.")
