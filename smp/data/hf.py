@@ -93,6 +93,8 @@ def _csv_tables(file: DataFile) -> Iterator[Any]:
 
     with open_file(file) as (content, _):
         for frame in pd.read_csv(content, dtype=str, keep_default_na=False, chunksize=ROWS):
+            if not isinstance(frame.index, pd.RangeIndex):  # of the first cells, which pandas takes for names of rows
+                raise ValueError("a row has more cells than the first line has names")
             yield pa.Table.from_pandas(frame, pa.schema([(str(name), pa.string()) for name in frame.columns]))
 
 

@@ -213,6 +213,9 @@ def test_csv_is_read_as_written(tmp_path):
     (tmp_path / "n.csv").write_bytes(b"\xef\xbb\xbftext,n\n" + b"007,1\n" * 200 + b"True,\nword\n")
     found = [row["text"] for _, row in find_data([str(tmp_path / "n.csv")], "train").examples(("text",))]
     assert found == ["007"] * 200 + ["True", "word"]
+    (tmp_path / "m.csv").write_bytes(b"text,n\nx,hello,1\ny,NA,2\n")
+    with pytest.raises(UserError, match=r"m.csv is not a readable file of its kind \(a row has more cells than"):
+        open_all(tmp_path / "m.csv", tmp_path / "cache")
     (tmp_path / "d.csv").write_bytes(b"text\n\xff\n")
     with pytest.raises(UserError, match=r"d.csv is not a readable file of its kind \('utf-8' codec"):
         open_all(tmp_path / "d.csv", tmp_path / "cache")
