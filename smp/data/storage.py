@@ -29,18 +29,9 @@ NO_DATA = (
     ".log", ".lock", ".md5", ".sha1", ".sha256", ".sha512", ".crc", ".sig", ".asc", ".png", ".jpg", ".jpeg", ".svg",
 )  # fmt: skip
 NO_DATA_NAMES = (
-    "readme",
-    "licen",
-    "copying",
-    "notice",
-    "changelog",
-    "makefile",
-    "dockerfile",
-    "sha",
-    "md5",
-    "checksum",
-    "_",
-)
+    "readme", "licen", "copying", "notice", "changelog", "makefile", "dockerfile", "sha1sum", "sha256sum", "sha512sum",
+    "md5sum", "checksum", "_",
+)  # fmt: skip
 # Files that describe a dataset; `datasets` leaves them out too.
 DESCRIPTIONS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 MOST_NAMED = 5

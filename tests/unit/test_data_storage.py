@@ -165,7 +165,7 @@ def test_what_looks_like_data_and_is_not_read_is_counted_and_named(tmp_path, cap
 
 
 def test_files_of_other_names_are_told(tmp_path, caplog):
-    lost = ["b.jsonlines", "c.jl", "d.text", "e.parq", "part-00000", "g.jsonl.bak"]
+    lost = ["b.jsonlines", "c.jl", "d.text", "e.parq", "shard-00000", "g.jsonl.bak"]
     plain = ["README", "LICENSE.old", "SHA256SUMS", "x.py", "a.md5", "_SUCCESS", "c.txt", ".x"]
     assert names(write(tmp_path / "d", "a.jsonl", *lost, *plain)) == ["a.jsonl"]
     (warning,) = caplog.records
