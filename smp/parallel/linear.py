@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -239,8 +239,6 @@ class Linears(torch.autograd.Function):
         # Of exactly two such arguments torch.compile loses one where no gradient is asked for; here are at least three.
         gathered, part, *others = tensors
         layers, given = _by_layer(products, others)
-        if not torch.compiler.is_compiling():
-            _refuse_autocast(cast(torch.Tensor, gathered), *(weight for weight, *_ in layers))
         ctx.tp, ctx.products, ctx.given = tp, products, len(given)
         ctx.regather = tp is not None and tp.sequence_parallel and not tp.save_gathered
         kept = [tensor for weight, _, *own in layers for tensor in (weight, *own)]
@@ -255,6 +253,11 @@ class Linears(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         tp, products = ctx.tp, ctx.products
         gathered, *kept = ctx.saved_tensors
+        if gathered.dtype != gradients[0].dtype:  # forward was converted, which this is not
+            raise UserError(
+                "torch.autocast does not convert the backward of layers that are split or have adapters: leave it out, "
+                "and give smp.parallelize dtype=torch.bfloat16, or smp.FSDP a MixedPrecision"
+            )
         parameters = _by_layer(products, kept, plain=1)[0]
         overlap = gathered.is_cuda
         gathering = reducing = None
@@ -281,16 +284,6 @@ class Linears(torch.autograd.Function):
             found += [of_weight[0], gradient.sum(0) if bias else None, *of_weight[1:]]
         _wait(reducing)
         return None, None, None, input_gradient, *found, *([None] * ctx.given)
-
-
-def _refuse_autocast(*tensors: torch.Tensor) -> None:
-    """Refuse operands that autocast would convert in forward, and not in the backward that is written out here."""
-    kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind) and any(each.dtype != torch.get_autocast_dtype(kind) for each in tensors):
-        raise UserError(
-            "torch.autocast does not convert what layers compute that are split or have adapters: leave it out, and "
-            "give smp.parallelize dtype=torch.bfloat16, or smp.FSDP a MixedPrecision"
-        )
 
 
 def _by_layer(

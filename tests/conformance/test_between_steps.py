@@ -162,11 +162,12 @@ def _refused():
         smp.UserError, match=r"^a LlamaModel cannot be called without its head .* sequence_parallel=False"
     ):
         model.model(input_ids=batch(0))
-    with (
-        pytest.raises(smp.UserError, match=r"^torch.autocast does not convert .* dtype=torch.bfloat16"),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
-        model(input_ids=batch(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            model(input_ids=batch(0))
+        loss = model(input_ids=batch(0), labels=batch(0)).loss
+    with pytest.raises(smp.UserError, match=r"^torch.autocast does not convert .* dtype=torch.bfloat16"):
+        loss.backward()
     with pytest.raises(smp.UserError, match=r"^inputs_embeds is not available under tensor parallelism"):
         model(inputs_embeds=torch.zeros(4, 12, 32))
     with pytest.raises(smp.UserError, match=r"^tensor parallelism takes input_ids, and there are none"):
