@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import threading
@@ -194,6 +195,9 @@ def test_a_local_run_that_was_ended_in_its_first_save_starts_afresh_and_one_with
     run_job(*words, "--max_steps", 2, world_size=2).succeeded()
     lost = run / "checkpoints" / "rank00000-of-00002"
     (lost / "llama_v2-2steps").rename(lost / "llama_v2-2steps.tmp")  # as it is before it is published
+    history = run / "history.jsonl"
+    events = history.read_text().splitlines(keepends=True)
+    history.write_text("".join(event for event in events if json.loads(event)["event"] != "end"))
     run_job(*words, "--max_steps", 4, world_size=2).succeeded()
     assert len(losses(run)) == 4
     ranks = [run / "checkpoints" / f"rank0000{rank}-of-00002" for rank in (0, 1)]

@@ -35,7 +35,7 @@ SCRIPTS = ("script_fsdp", "script_ddp")
 @pytest.fixture(params=[*JOBS, *SCRIPTS])
 def saved(request, tmp_path):
     """A copy of one of them."""
-    return pathlib.Path(shutil.copytree(DATA / request.param, tmp_path / request.param))
+    return pathlib.Path(shutil.copytree(DATA / request.param, tmp_path / request.param, symlinks=True))
 
 
 def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
