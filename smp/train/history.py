@@ -55,6 +55,8 @@ def last_start(run_dir: Path) -> tuple[dict[str, Any], bool]:
     """Return the settings of the last start, empty without a history, and whether it surely had a checkpoint."""
     settings: dict[str, Any] = {}
     saved = False
+    if not (run_dir / FILE).is_file():  # a device might have no end
+        return settings, saved
     with contextlib.suppress(OSError), (run_dir / FILE).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a crash may have truncated it
