@@ -40,13 +40,25 @@ from transformers import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import smp.cli
-from smp.checkpoint import mirror, object_store
+from smp.checkpoint import mirror
 from smp.checkpoint.manifest import parse_manifest
 from smp.train import step as one_step
 from smp.train import trainer
 from tests.clock import wait_until
 from tests.job import LLAMA, read_metrics, run_job, running_job
-from tests.s3 import Fault, Proxy, Request, Rule, Server, environment, new_bucket, nth, s3_server, small_parts
+from tests.s3 import (
+    Fault,
+    Proxy,
+    Request,
+    Rule,
+    Server,
+    environment,
+    few_attempts,
+    new_bucket,
+    nth,
+    s3_server,
+    small_parts,
+)
 
 JOB = [
     *LLAMA, "--use_synthetic_data", 1, "--lr_decay_iters", 6, "--checkpoint_freq", 2, "--sharding_strategy",
@@ -80,7 +92,7 @@ def prepared(proxy: Proxy, *, settle: bool = True) -> Callable[[int], None]:
     def prepare(rank: int) -> None:
         os.environ.update(environment(proxy.url))
         small_parts()
-        object_store.FIRST_PAUSE = 0.05
+        few_attempts()
         mirror.POLL_SECONDS = (0.02, 0.2)
         trainer.draw_curves = lambda plan: None
         if settle:

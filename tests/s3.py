@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pytest
 
+from smp.checkpoint import object_store
 from tests.clock import wait_until
 from tests.ports import free_port
 
@@ -357,6 +358,14 @@ def small_parts(replace: Callable[[object, str, object], None] = setattr) -> Non
     replace(core, "calculate_chunksize", lambda size, chunksize=None, max_chunks=10_000: chunksize or PART)
 
 
+def few_attempts(replace: Callable[[object, str, object], None] = setattr) -> None:
+    """Leave attempts to smp and to botocore: with s3fs's own five of each, a server that is away takes 40 s."""
+    import s3fs
+
+    replace(s3fs.S3FileSystem, "retries", 1)
+    replace(object_store, "FIRST_PAUSE", 0.05)
+
+
 @pytest.fixture(scope="session")
 def s3_port() -> Iterator[int]:
     """Port of the session's server."""
@@ -384,5 +393,6 @@ def s3(s3_port: int, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
     s3fs.S3FileSystem.clear_instance_cache()  # it has another test's address
+    few_attempts(monkeypatch.setattr)
     yield new_bucket(s3_port)
     s3fs.S3FileSystem.clear_instance_cache()
