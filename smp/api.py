@@ -29,7 +29,7 @@ from smp.models.registry import build_model, family_of
 from smp.parallel import context
 from smp.parallel.activation_checkpoint import checkpointed_blocks
 from smp.parallel.context.batch import shard_batch
-from smp.parallel.context.exchange import EXCHANGES
+from smp.parallel.context.functions import CP_COMM_TYPES
 from smp.parallel.offload import apply_activation_offload, build_store
 from smp.parallel.optimizers import following_optimizers
 from smp.parallel.parallelize import fill_model
@@ -111,7 +111,7 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
     random_seed = values.get("random_seed")
     own, replicas = read_smp_keys(values), values.pop("dp_replicate", None)
     parallel = ParallelConfig(**values)
-    _check_exchange("smp.init", parallel.cp_comm_type)
+    _check_comm_type("smp.init", parallel.cp_comm_type)
     world = dist.get_world_size()
     launch = read_launch()
     local = launch.local_world_size if launch.world_size == world else world
@@ -140,7 +140,7 @@ def is_initialized() -> bool:
     return _current is not None
 
 
-def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False, exchange: str | None = None) -> None:
+def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False, comm_type: str | None = None) -> None:
     """Apply tensor and context parallelism, unless they have been."""
     family = family_of(model.config)
     if current.tp is not None and not is_split(model):
@@ -151,8 +151,8 @@ def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False,
         take_from_rank0(model, torch.device(current.mesh.device_type))
     if current.mesh.cp.size > 1 and not context.is_split(model):
         settings = Settings((current.parallel,))
-        if exchange is not None:
-            settings = settings.changed(cp_comm_type=exchange)
+        if comm_type is not None:
+            settings = settings.changed(cp_comm_type=comm_type)
         setup = Setup(family, current.mesh, settings, device_type=current.mesh.device_type)
         if problems := context.problems(model.config, setup):
             raise ConfigError(problems)
@@ -160,10 +160,10 @@ def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False,
     current.done.add("split")
 
 
-def _check_exchange(caller: str, exchange: str | None) -> None:
-    allowed = ("auto", *EXCHANGES)
-    if exchange not in (None, *allowed):
-        raise UserError(f"{caller}: cp_comm_type {exchange!r} is not allowed: give {', '.join(allowed)}")
+def _check_comm_type(caller: str, comm_type: str | None) -> None:
+    allowed = ("auto", *CP_COMM_TYPES)
+    if comm_type not in (None, *allowed):
+        raise UserError(f"{caller}: cp_comm_type {comm_type!r} is not allowed: give {', '.join(allowed)}")
 
 
 def transform(
@@ -195,12 +195,12 @@ def transform(
     current = _require_init("smp.transform")
     if config is not None:
         raise UserError("smp.transform: config is for mixture-of-experts models, which are out of scope for now")
-    _check_exchange("smp.transform", cp_comm_type)
+    _check_comm_type("smp.transform", cp_comm_type)
     require_model("smp.transform", model)
     if current.tp is not None and not is_split(model) and not load_state_dict_from_rank0:
         require_same_weights(model, "smp.transform")
     with following_optimizers(model):
-        _split(model, current, from_rank0=load_state_dict_from_rank0, exchange=cp_comm_type)
+        _split(model, current, from_rank0=load_state_dict_from_rank0, comm_type=cp_comm_type)
     if is_split(model):
         refuse_changes(model, "smp.transform")
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model

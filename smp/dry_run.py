@@ -67,10 +67,10 @@ def report(
         host: prediction of the host memory of a rank on a GPU.
     """
     shapes = sharded_parameters(resolved, mesh, work.settings)
-    held = sum(local.numel() for _, local in shapes.values())
+    local = sum(local.numel() for _, local in shapes.values())
     return "\n".join(
         [
-            f"{resolved.name}: {shape.parameters:,} parameters in {len(shapes)} tensors; rank 0 holds {held:,}",
+            f"{resolved.name}: {shape.parameters:,} parameters in {len(shapes)} tensors; rank 0 holds {local:,}",
             f"mesh: {mesh} = {mesh.world_size} processes",
             "",
             f"predicted peak of each rank{where}:",

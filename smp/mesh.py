@@ -225,14 +225,14 @@ def _dimensions(name: str) -> list[str]:
 
 def _lay_out(sizes: Mapping[str, int], rank: int) -> dict[str, Role]:
     """Return the roles of ``rank``, by name."""
-    places = {}
+    coordinates = {}
     for name in reversed([*sizes]):
-        rank, places[name] = divmod(rank, sizes[name])
+        rank, coordinates[name] = divmod(rank, sizes[name])
     roles = {}
     for role in (*sizes, "data", "loss"):
         size = own = 0
         for index, name in enumerate(_dimensions(role)):
-            size, own = (size if index else 1) * sizes[name], own * sizes[name] + places[name]
+            size, own = (size if index else 1) * sizes[name], own * sizes[name] + coordinates[name]
         roles[role] = Role(size, own)
     return roles
 

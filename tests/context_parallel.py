@@ -31,7 +31,7 @@ from tests.reference import (
 STEPS, ROWS, HEADS, HIDDEN, BLOCKS, WINDOW = 3, 4, 8, 64, 2, 6
 # Of each row: of one token, of an odd place, and none at all.
 CUTS = ((5, 6, 17), (), (11,), (1, 2, 9, 20))
-EXCHANGES = ["all_gather", "p2p", "all_to_all"]
+CP_COMM_TYPES = ["all_gather", "p2p", "all_to_all"]
 
 
 def config_of(name: str, key_heads: int) -> Any:

@@ -90,9 +90,9 @@ class CheckpointConfig(Section):
                 f"--checkpoint_dir, --checkpoint_freq and --num_kept_checkpoints must have one value per directory: "
                 f"got {directories}, {lengths[0]} and {lengths[1]} values"
             )
-        urls = [place for place in self.checkpoint_dir if is_url(place)]
-        places = [p.rstrip("/") if is_url(p) else str(Path(p).resolve()) for p in self.checkpoint_dir]
-        if len(set(places)) != len(places):
+        urls = [location for location in self.checkpoint_dir if is_url(location)]
+        locations = [p.rstrip("/") if is_url(p) else str(Path(p).resolve()) for p in self.checkpoint_dir]
+        if len(set(locations)) != len(locations):
             found.append(
                 f"--checkpoint_dir names a directory twice: {' '.join(self.checkpoint_dir)}; use different ones"
             )

@@ -185,10 +185,10 @@ def _named(url: str) -> RemoteCheckpoint:
 def _newer_than_here(
     storages: Sequence[Storage], model_name: str, damaged: Collection[Path | RemoteCheckpoint]
 ) -> tuple[int, str] | None:
-    """Return the newest remote checkpoint, whole by names and sizes, if none here is as new; its storage and name.
+    """Return the newest remote checkpoint, complete by names and sizes, if none here is as new; its storage and name.
 
     Raises:
-        UserError: there are some, and none is whole, there or here.
+        UserError: there are some, and none is complete, there or here.
     """
     here = [c for s in storages for c in find_checkpoints(s.directory, model_name) if c.path not in damaged]
     newest = max((c.step for c in here if quick_problem(c.path) is None), default=-1)

@@ -100,7 +100,7 @@ def refuse_foreign_files(directory: pathlib.Path) -> None:
 def _claim(directory: pathlib.Path) -> None:
     """Check that ``directory`` may be written, undo what a killed export left, and start an empty one beside it.
 
-    With the lock on it held: another export at the same time would delete this one's files, or mix with them.
+    With its lock taken: another export at the same time would delete this one's files, or mix with them.
     """
     partial, old = _beside(directory, "partial"), _beside(directory, "old")
     if old.exists() and not directory.exists():
@@ -194,23 +194,23 @@ def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None
         raise RunError(f"{path} cannot be written ({reason(error)})") from error
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
+def _full(parameter: torch.Tensor) -> torch.Tensor:
     """Gather a parameter from its shards, axis by axis; collective.
 
     The data axes first, which were split last. ``full_tensor()`` does the same, and warns that it does.
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    whole = parameter
+    full = parameter
     for axis, placement in enumerate(parameter.placements):
         if not placement.is_replicate():
-            whole = whole.redistribute(placements=[Replicate()] * (axis + 1) + list(parameter.placements[axis + 1 :]))
-    return whole.to_local()
+            full = full.redistribute(placements=[Replicate()] * (axis + 1) + list(parameter.placements[axis + 1 :]))
+    return full.to_local()
 
 
 def _gather_and_write(
     parameters: Mapping[str, torch.Tensor],
-    whole: Callable[[str], torch.Tensor],
+    read: Callable[[str], torch.Tensor],
     partial: pathlib.Path,
     family: Family,
     added: Mapping[str, AddedParameter],
@@ -231,7 +231,7 @@ def _gather_and_write(
         tensors = {}
         for name in names:
             progress()
-            tensor = whole(name)
+            tensor = read(name)
             if _is_main():
                 key = (added[name].key if name in added else None) or family.file_names.file_key(name)
                 tensors[key] = tensor.detach().to("cpu", _stored(tensor, dtype)).contiguous()
@@ -266,7 +266,7 @@ def export_hf(
     directory: pathlib.Path | str,
     *,
     hf_config: Any = None,
-    whole: Callable[[str], torch.Tensor] | None = None,
+    read: Callable[[str], torch.Tensor] | None = None,
     added: Mapping[str, AddedParameter] | None = None,
     tokenizer_dir: pathlib.Path | str | None = None,
     generation_dir: pathlib.Path | str | None = None,
@@ -282,11 +282,11 @@ def export_hf(
     Parameters that techniques have added go to the files that they name, frozen ones of pretrained weights to none.
 
     Args:
-        model: of a supported family, its parameters plain or DTensor; or, to go with ``whole``, tensors of the shape
+        model: of a supported family, its parameters plain or DTensor; or, to go with ``read``, tensors of the shape
             and dtype of each parameter, a tied one once, and each saved buffer by name.
         directory: where to; its parent is made if missing.
         hf_config: the config to write; None: ``model.config``.
-        whole: returns a parameter by name; called once for each, in their order, on every rank. None: gathered.
+        read: returns a parameter by name; called once for each, in their order, on every rank. None: gathered.
         added: of ``model``'s tensors, those that techniques have added; a model knows its own.
         tokenizer_dir: directory whose tokenizer files are copied along.
         generation_dir: directory whose ``generation_config.json`` is; None: that of ``tokenizer_dir``, if it has one.
@@ -320,13 +320,13 @@ def export_hf(
         hf_config = copy.deepcopy(hf_config)
         hf_config.tie_word_embeddings = False  # as the weights are: from_pretrained would tie what differs
 
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
 
         def prepare() -> None:
             # The last thing a run does is not to fail for want of locks.
             lock = _beside(directory, "lock")
-            held.enter_context(locked(lock, directory, "give another directory", required=False))
-            held.callback(shutil.rmtree, partial, ignore_errors=True)  # of a failure: a published one has its name
+            stack.enter_context(locked(lock, directory, "give another directory", required=False))
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)  # of a failure: a published one has its name
             _claim(directory)
             generation = getattr(model, "generation_config", None)
             copied = _pretrained_files(tokenizer_dir, generation_dir, chat_template)
@@ -337,7 +337,7 @@ def export_hf(
 
         _on_main(prepare)
         _gather_and_write(
-            parameters, whole or (lambda name: _whole(parameters[name])), partial, family, added,
+            parameters, read or (lambda name: _full(parameters[name])), partial, family, added,
             max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress,
         )  # fmt: skip
         _on_main(lambda: _publish(partial, directory))

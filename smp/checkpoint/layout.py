@@ -2,7 +2,7 @@
 
 A checkpoint is a directory ``<model>-<step>steps`` with the files that its ``manifest.json`` lists, and no others. It
 is written under a temporary name, which ends in ``.tmp``, and renamed when complete; one to be deleted is renamed back
-first. So a directory of that name is whole, or has been damaged from outside.
+first. So a directory of that name is complete, or has been damaged from outside.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def choose_checkpoint(
         others: flags that say where ``directories`` are.
 
     Raises:
-        UserError: the path is no complete checkpoint, there are checkpoints but none is whole, or a fresh start was
+        UserError: the path is no complete checkpoint, there are checkpoints but none is complete, or a fresh start was
             asked for where checkpoints lie.
     """
     present = sorted((c for d in directories for c in find_checkpoints(d, model_name)), key=lambda c: c.step)
@@ -149,10 +149,10 @@ def choose_checkpoint(
 def _newest_whole(
     present: list[Checkpoint], directories: list[Path], model_name: str, damaged: Collection[object], others: str
 ) -> Path | None:
-    """Return the newest checkpoint that is whole, with a line about each newer one that is not.
+    """Return the newest checkpoint that is complete, with a line about each newer one that is not.
 
     Raises:
-        UserError: there are some, and none is whole: a fresh start would lose what may still be mended.
+        UserError: there are some, and none is complete: a fresh start would lose what may still be mended.
     """
     for checkpoint in reversed(present):
         if checkpoint.path in damaged:
@@ -306,7 +306,7 @@ def set_aside(directory: Path, model_name: str, *, after: int) -> None:
 
 
 def interrupted_replacements(directory: Path, model_name: str) -> list[tuple[Path, Path]]:
-    """Return whole checkpoints whose replacement was interrupted before another took their names, with those names."""
+    """Return complete checkpoints that an interrupted replacement left under another name, with their names."""
     found = []
     for checkpoint in _named(directory, model_name, re.escape(_REPLACED)):
         final = checkpoint.path.with_name(checkpoint.path.name.removesuffix(_REPLACED))

@@ -59,10 +59,10 @@ def _nothing_is_lost(directories: list[Path], model_name: str, everyone: list[li
     A rank that has lost its disk has no directory either, and one whose checkpoint is damaged has had it whole.
 
     Args:
-        everyone: the steps of which each rank has a whole checkpoint.
+        everyone: the steps of which each rank has a complete checkpoint.
     """
-    whole = everyone[dist.get_rank()]
-    damaged = any(c.step not in whole for directory in directories for c in find_checkpoints(directory, model_name))
+    complete = everyone[dist.get_rank()]
+    damaged = any(c.step not in complete for directory in directories for c in find_checkpoints(directory, model_name))
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (damaged, any(directory.is_dir() for directory in directories)))
     if any(damaged for damaged, _ in ranks):

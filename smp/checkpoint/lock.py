@@ -51,8 +51,8 @@ def own(directory: Path, model_name: str, writer: object, step: int) -> None:
         UserError: another process has it, it cannot be cleared up, or another writer of this process has just saved
             the same step under the same name, which would be lost.
     """
-    held = _hold(directory)
-    if model_name not in held:
+    owners = _hold(directory)
+    if model_name not in owners:
         try:
             clean(directory, model_name)
         except OSError as error:
@@ -61,8 +61,8 @@ def own(directory: Path, model_name: str, writer: object, step: int) -> None:
                 f"give Checkpointer another directory"
             ) from None
     else:
-        _refuse_to_replace(*held[model_name], directory, model_name, writer, step)
-    held[model_name] = weakref.ref(writer), step
+        _refuse_to_replace(*owners[model_name], directory, model_name, writer, step)
+    owners[model_name] = weakref.ref(writer), step
 
 
 def _refuse_to_replace(

@@ -92,7 +92,7 @@ def merging(model: nn.Module, factors: Container[str], scale: float, read: Read)
         read: returns all of a weight or factor by name.
     """
 
-    def whole(name: str) -> torch.Tensor:
+    def read_merged(name: str) -> torch.Tensor:
         weight, path = read(name), name.removesuffix(".weight")
         if f"{path}.lora_A" not in factors:
             return weight
@@ -100,7 +100,7 @@ def merging(model: nn.Module, factors: Container[str], scale: float, read: Read)
         delta = b @ a * scale
         return weight + (delta.T if is_transposed(model.get_submodule(path)) else delta)
 
-    return whole
+    return read_merged
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:

@@ -268,13 +268,13 @@ def _natural(values: Iterable[Any]) -> tuple[int, ...]:
 
 def _decode(content: dict[str, Any]) -> Manifest:
     files, tensors = decode_entries(content)
-    room = {name: entry.size for name, entry in files.items()}
+    free = {name: entry.size for name, entry in files.items()}
     for name, entry in tensors.items():
         if problem := coverage_problem(entry) if content["kind"] == "sharded" else _bounds_problem(entry):
             raise ValueError(f"{name[:200]} {problem}")
         for chunk in entry.chunks:
-            room[chunk.file] -= math.prod(chunk.sizes) * entry.dtype.itemsize
-            if room[chunk.file] < 0:
+            free[chunk.file] -= math.prod(chunk.sizes) * entry.dtype.itemsize
+            if free[chunk.file] < 0:
                 raise ValueError(f"{chunk.file} has {files[chunk.file].size} bytes, too few for its tensors")
     step, world_size = _natural([content["step"], content["world_size"]])
     if content["kind"] not in ("sharded", "local"):
@@ -310,10 +310,10 @@ def coverage_problem(entry: TensorEntry) -> str | None:
         return problem
     shape = entry.shape
     if not entry.chunks:
-        whole = 0 in shape
+        complete = 0 in shape
     else:
-        whole = _fills(entry.chunks, (0,) * len(shape), shape, range(len(shape)))
-    return None if whole else "has parts that leave holes or overlap"
+        complete = _fills(entry.chunks, (0,) * len(shape), shape, range(len(shape)))
+    return None if complete else "has parts that leave holes or overlap"
 
 
 def _fills(chunks: Sequence[Chunk], begin: tuple[int, ...], end: tuple[int, ...], axes: Sequence[int]) -> bool:

@@ -164,14 +164,14 @@ class Upload:
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         store, name, seen = self._mirror.store, self.path.name, [-1]
 
-        def whole() -> bool:
+        def complete() -> bool:
             sizes = store.sizes(name)
             if len(sizes) != seen[0]:
                 seen[0] = len(sizes)
                 self._advance(1)  # others get on
             return all(sizes.get(file) == entry.size for file, entry in manifest.files.items())
 
-        self._wait_until(whole)
+        self._wait_until(complete)
         self._mirror.require_own()
         for checkpoint in of_model(find_remote(store), self._mirror.model_name):
             # Found before this one, they would be resumed from instead of it.

@@ -30,9 +30,9 @@ class StoreError(RunError):
     """A store did not do what it was asked, or does not answer."""
 
 
-def is_url(place: str | os.PathLike[str]) -> bool:
+def is_url(location: str | os.PathLike[str]) -> bool:
     """Tell a URL from a path of a mounted file system."""
-    return "://" in str(place)
+    return "://" in str(location)
 
 
 def _options(url: str) -> dict[str, Any]:

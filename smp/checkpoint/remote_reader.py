@@ -144,10 +144,10 @@ def fill_from(
     Returns:
         Problems: a file that is not as it was written; tensors may have been filled.
     """
-    places = CheckpointReader(str(checkpoint), manifest)
+    index = CheckpointReader(str(checkpoint), manifest)
     by_file: dict[str, list[tuple[str, Chunk, list[int], torch.Tensor]]] = {}
     for name, (tensor, offsets) in wanted.items():
-        for chunk, begin, here in places.boxes(name, offsets, tensor.shape):
+        for chunk, begin, here in index.boxes(name, offsets, tensor.shape):
             by_file.setdefault(chunk.file, []).append((name, chunk, begin, tensor[here]))
     for file, boxes in by_file.items():
         try:

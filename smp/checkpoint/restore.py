@@ -95,8 +95,8 @@ def is_script(run: dict[str, Any]) -> bool:
     if not isinstance(groups, list) or not isinstance(scalars, dict):
         return False
     kinds = (("names", list), ("values", dict))
-    whole = [isinstance(g, dict) and all(isinstance(g.get(key), kind) for key, kind in kinds) for g in groups]
-    return all(whole) and all(isinstance(values, dict) for values in scalars.values())
+    complete = [isinstance(g, dict) and all(isinstance(g.get(key), kind) for key, kind in kinds) for g in groups]
+    return all(complete) and all(isinstance(values, dict) for values in scalars.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,8 +39,8 @@ def doomed_of(found: list[Rated], *, keep: int, keep_best: int) -> list[Rated]:
     Args:
         found: oldest first.
     """
-    whole = [c for c in found if c.problem is None]
-    kept = whole[-keep:]
+    complete = [c for c in found if c.problem is None]
+    kept = complete[-keep:]
     doomed = []
     for checkpoint in found:
         if checkpoint in kept or checkpoint in best_of(found, keep_best):

@@ -121,8 +121,8 @@ class Saver:
                 raise UserError(f"{error}; mend that, or choose another --checkpoint_dir") from None
             look = storage.leads and not storage.mirror.holds(self._begins_from)
             found = find_checkpoints(storage.directory, self._model_name) if look else []
-            whole = [c.path for c in found if c.step <= self._first_step and quick_problem(c.path) is None]
-            newest = [whole[-1] if whole else None]
+            complete = [c.path for c in found if c.step <= self._first_step and quick_problem(c.path) is None]
+            newest = [complete[-1] if complete else None]
             dist.broadcast_object_list(newest)
             if newest[0] is not None:
                 storage.mirror.offer(newest[0], checkpointer.rule(self._first_step))

@@ -103,9 +103,11 @@ def alike(model: nn.Module) -> list[int]:
     """Return the ranks of this one's tensor-parallel group, whose generators must agree; itself alone without one."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and "tp" in (names := parameter.device_mesh.mesh_dim_names or ()):
-            mesh, place = parameter.device_mesh.mesh, parameter.device_mesh.get_coordinate()
-            if place is not None:
-                here = tuple(slice(None) if axis == "tp" else index for axis, index in zip(names, place, strict=True))
+            mesh, coordinate = parameter.device_mesh.mesh, parameter.device_mesh.get_coordinate()
+            if coordinate is not None:
+                here = tuple(
+                    slice(None) if axis == "tp" else index for axis, index in zip(names, coordinate, strict=True)
+                )
                 return mesh[here].tolist()
     return [dist.get_rank()]
 
@@ -162,8 +164,8 @@ def state_tensors(
     """
     reshard(model)
     names = parameter_names(model, optimizer)
-    held = optimizer.state if state is None else state
-    for stray in held.keys() - names.keys():
+    entries = optimizer.state if state is None else state
+    for stray in entries.keys() - names.keys():
         raise UserError(
             f"Checkpointer: {type(optimizer).__name__}.state contains {str(stray)[:40]!r} beside its parameters' "
             f"state: keep it in extra"
@@ -174,7 +176,7 @@ def state_tensors(
     for parameter, name in names.items():
         if name not in left:
             tensors[f"model.{name}"] = parameter.detach()
-        for key, value in held.get(parameter, {}).items():
+        for key, value in entries.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 tensors[f"optim.{key}.{name}"] = _checked_state(key, name, value, parameter)
     tensors |= {f"model.{name}": buffer for name, buffer in buffers_of(model)} | tensors_of_data(model)
@@ -190,9 +192,9 @@ def state_tensors(
 def changed_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[str]:
     """Return the names of the tensors that nothing but the optimizer's own step changes."""
     names = parameter_names(model, optimizer)
-    held = {names[p] for group in optimizer.param_groups for p in group["params"]}
+    optimized = {names[p] for group in optimizer.param_groups for p in group["params"]}
     own = {f"optim.{key}.{names[p]}" for p, entries in optimizer.state.items() for key in entries}
-    return own | {f"model.{name}" for name in held}
+    return own | {f"model.{name}" for name in optimized}
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from smp.checkpoint.writer import VISIBLE_WITHIN, appears, finish, start
 from smp.errors import RunError, UserError
 
 
-def storage_at(place: str | Path, model_name: str, staging: Path) -> Storage:
+def storage_at(location: str | Path, model_name: str, staging: Path) -> Storage:
     """Return the storage of a directory that all ranks share, or of a URL.
 
     Args:
@@ -26,9 +26,9 @@ def storage_at(place: str | Path, model_name: str, staging: Path) -> Storage:
     Raises:
         UserError: the URL's scheme is unknown, or its package is not installed.
     """
-    if is_url(place):
-        return Storage(staging, mirror=Mirror(ObjectStore(str(place)), model_name))
-    return Storage(Path(place))
+    if is_url(location):
+        return Storage(staging, mirror=Mirror(ObjectStore(str(location)), model_name))
+    return Storage(Path(location))
 
 
 @dataclasses.dataclass(frozen=True)

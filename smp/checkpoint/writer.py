@@ -113,11 +113,11 @@ def await_parts(directory: Path, ranks: list[int]) -> None:
     """
     missing = list(ranks)
 
-    def whole() -> bool:
+    def complete() -> bool:
         missing[:] = [rank for rank in missing if not (directory / part_name(rank)).exists()]
         return not missing or not directory.exists()
 
-    if not _while_written(directory, whole):
+    if not _while_written(directory, complete):
         raise RunError(f"rank {missing[0]} has not written its part, and nothing was written for {VISIBLE_WITHIN:g} s")
 
 
@@ -172,12 +172,12 @@ def merge_parts(directory: Path, ranks: list[int], manifest: Manifest) -> Manife
 
 def finish(temporary: Path, final: Path, ranks: list[int], manifest: Manifest) -> None:
     """Turn what the ranks have written into the published checkpoint ``final``; one process does it."""
-    whole = merge_parts(temporary, ranks, manifest)
+    complete = merge_parts(temporary, ranks, manifest)
     for rank in ranks:
         (temporary / part_name(rank)).unlink()
-    if problems := problems_of_files(temporary, whole, content=False):
+    if problems := problems_of_files(temporary, complete, content=False):
         raise RunError(f"checkpoint {final} was not published: {'; '.join(problems[:3])}")
-    content = encode(whole)
+    content = encode(complete)
     if problem := size_problem(content, len(os.listdir(temporary))):
         raise RunError(
             f"checkpoint {final} was not published, as it could not be read: its {MANIFEST_FILE} {problem}; keep "

@@ -135,17 +135,17 @@ def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | N
     Raises:
         UserError: they are not there, or others than the checkpoint was made with.
     """
-    digest, place = manifest.model.get("base"), given or manifest.model.get("weights")
+    digest, base = manifest.model.get("base"), given or manifest.model.get("weights")
     if digest is None:
         if given is not None:
             raise UserError(f"--base {given}: checkpoint {path} contains all weights itself: leave it out")
         return None
-    if not isinstance(place, str) or not Path(place).expanduser().exists():
-        where = "" if place is None else f" at {shown(place)}"
+    if not isinstance(base, str) or not Path(base).expanduser().exists():
+        where = "" if base is None else f" at {shown(base)}"
         raise UserError(f"the base model of checkpoint {path} is not there{where}: give its directory by --base DIR")
-    weights = Path(place).expanduser()
+    weights = Path(base).expanduser()
     if digest_of(weights) != str(digest).removeprefix(_NF4):
         raise UserError(
-            f"checkpoint {path} was made with other pretrained weights than {place} contains: give those by --base DIR"
+            f"checkpoint {path} was made with other pretrained weights than {base} contains: give those by --base DIR"
         )
     return weights

@@ -169,7 +169,7 @@ def _write(
         def read(name: str) -> torch.Tensor:
             return reader.read(MODEL + name)
 
-        whole: Callable[[str], torch.Tensor] = read
+        read_merged: Callable[[str], torch.Tensor] = read
         if adapter is None:
             parameters = parameters_of(checkpoint.path, manifest, hf_config)
         elif options.merge:
@@ -177,14 +177,14 @@ def _write(
             if base is None:
                 own = {name: entry for name, entry in manifest.tensors.items() if name not in adapter.saved}
                 parameters_of(checkpoint.path, dataclasses.replace(manifest, tensors=own), hf_config)
-            parameters, whole = adapter.merged(hf_config, base, read)
+            parameters, read_merged = adapter.merged(hf_config, base, read)
         else:
             parameters, added = adapter.alone()
         export_hf(
             parameters,
             output,
             hf_config=hf_config,
-            whole=whole,
+            read=read_merged,
             added=added,
             tokenizer_dir=tokenizer,
             generation_dir=generation_dir_of(*model_dirs(manifest), directory_of(base)),

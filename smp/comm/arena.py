@@ -380,11 +380,11 @@ class Mismatch(dist.DistBackendError):
 
 def sign(text: str) -> bytes:
     """Return a signature, padded or cut to its fixed length; after ``" @ "`` it may differ from host to host."""
-    whole = text.encode()
-    if len(whole) > SIGNATURE_BYTES:
-        digest = hashlib.sha256(whole).hexdigest()[:16]
-        whole = whole[: SIGNATURE_BYTES - 20] + f"... {digest}".encode()
-    return whole.ljust(SIGNATURE_BYTES, b"\0")
+    encoded = text.encode()
+    if len(encoded) > SIGNATURE_BYTES:
+        digest = hashlib.sha256(encoded).hexdigest()[:16]
+        encoded = encoded[: SIGNATURE_BYTES - 20] + f"... {digest}".encode()
+    return encoded.ljust(SIGNATURE_BYTES, b"\0")
 
 
 def common_part(signature: bytes) -> bytes:

@@ -51,8 +51,8 @@ class _Pool:
         lease = self.buffers.lease(part * shared, self.seconds) if self.buffers is not None else None
         if lease is None:
             return torch.empty(numel, dtype=dtype)
-        whole = tensor(lease, numel * shared, dtype)
-        return whole if shared == 1 else whole[self.peers.local * numel :][:numel]
+        full = tensor(lease, numel * shared, dtype)
+        return full if shared == 1 else full[self.peers.local * numel :][:numel]
 
     def offset(self, buffer: torch.Tensor) -> int | None:
         """Return the offset of a tensor in the shared memory, or None if it is elsewhere."""

@@ -91,11 +91,11 @@ class HostsCollectives:
             objection, local = error.calls, error
         calls = self.wire.meet(common_part(signature), objection)
         if objection or any(what != calls[self.host] for what in calls):
-            whole = [
+            messages = [
                 other or f"rank(s) {', '.join(str(self._ranks[r]) for r in ranks)}: {what.decode(errors='replace')}"
                 for ranks, (what, other) in zip(self.hosts, calls, strict=True)
             ]
-            raise Mismatch(self._group, "; ".join(whole)) from local
+            raise Mismatch(self._group, "; ".join(messages)) from local
 
     def agree(self, signature: bytes) -> None:
         """See that all ranks do the same: return when every rank has called it."""

@@ -44,12 +44,12 @@ class HostCollectives:
 
     def slot(self, rank: int, k: int, dtype: torch.dtype, numel: int, start: int = 0) -> torch.Tensor:
         """Return the data of a rank's slot for round k as a 1-D tensor, from element ``start``."""
-        whole = self._tensors.get(dtype)
-        if whole is None:
+        full = self._tensors.get(dtype)
+        if full is None:
             assert self._bytes is not None
-            whole = self._tensors[dtype] = self._bytes.view(dtype)
+            full = self._tensors[dtype] = self._bytes.view(dtype)
         first = self.arena.offset(rank, k) // dtype.itemsize + start
-        return whole[first : first + numel]
+        return full[first : first + numel]
 
     def rounds(
         self, signature: bytes, count: int, fill: Callable[[int, int], None], take: Callable[[int, int], None]

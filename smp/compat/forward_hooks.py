@@ -15,7 +15,7 @@ from smp.log import get_logger
 from smp.loss import IGNORE_INDEX
 from smp.mesh import Mesh
 from smp.parallel.context.attention import SHARD
-from smp.parallel.context.exchange import SequenceShard
+from smp.parallel.context.functions import SequenceShard
 from smp.parallel.context.layout import split_columns
 from smp.parallel.refusals import batches_of
 
@@ -86,7 +86,7 @@ def _complete(
         _refuse_uncut(ids, mesh)
         compared.add(model.training)
     layout = split_columns(ids.shape[1] * mesh.cp.size, mesh.cp.size, balanced=True)
-    own = [torch.arange(first, last, device=ids.device) for first, last in layout.held[mesh.cp.rank]]
+    own = [torch.arange(first, last, device=ids.device) for first, last in layout.ranges[mesh.cp.rank]]
     kwargs = {**kwargs, "position_ids": torch.cat(own).expand(ids.shape), SHARD: SequenceShard(mesh.cp, layout)}
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         kwargs["labels"] = kwargs["shift_labels"] = _shift(kwargs["labels"], mesh)

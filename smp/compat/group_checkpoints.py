@@ -96,13 +96,13 @@ def load_state_dict(
     """
     if (path := getattr(storage_reader, "path", None)) is not None:
         _refuse_other_degree(Path(path))
-    whole: dict[int, DTensor] = {}
+    full: dict[int, DTensor] = {}
 
     def part(tensor: DTensor) -> DTensor:
         own = in_group(tensor, process_group)
-        whole[id(own)] = tensor
+        full[id(own)] = tensor
         return own
 
     own = tree_map_only(DTensor, part, state_dict)
     _load(own, storage_reader, process_group, _coordinator(process_group, coordinator_rank), no_dist, planner)
-    state_dict.update(tree_map(lambda value: whole.get(id(value), value), own))
+    state_dict.update(tree_map(lambda value: full.get(id(value), value), own))

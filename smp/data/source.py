@@ -88,10 +88,10 @@ def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", z
         log.warning("%s: %d CSV file(s) not read beside others: --dataset_type hf reads them", shown, tables)
         files = [file for file in files if _kind(file, kinds) != "CSV"]
     if len(counts) > 1:
-        held = " and ".join(f"{count} {kind} file(s)" for kind, count in sorted(counts.items()))
+        found = " and ".join(f"{count} {kind} file(s)" for kind, count in sorted(counts.items()))
         rarest = KINDS[min(counts, key=lambda kind: counts[kind])][0]
         raise UserError(
-            f"{shown} contains {held}; a source has one kind: give a glob in quotes, such as 'FOLDER/*{rarest}', or "
+            f"{shown} contains {found}; a source has one kind: give a glob in quotes, such as 'FOLDER/*{rarest}', or "
             f"choose with --dataset_type gpt_jsonl, text or hf"
         )
     if split == "train" and not any(character in shown for character in GLOB_CHARACTERS):

@@ -182,7 +182,7 @@ def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> 
         UserError: a line is not UTF-8.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    held: list[str] = []
+    document: list[str] = []
     size, number = 0, 1
     for raw in lines:
         try:
@@ -193,20 +193,20 @@ def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> 
             number += 1
             line = line[:-2] + "\n" if line.endswith("\r\n") else line
         if separator is not None and line.strip() == separator:
-            yield "".join(held), True
-            held, size = [], 0
+            yield "".join(document), True
+            document, size = [], 0
             continue
-        held.append(line)
+        document.append(line)
         size += len(line)
         # Not between blank lines, which tokenizers join, unless there is nothing else.
         if size >= PART and (line.strip() or size >= 2 * PART):
-            yield "".join(held), False
-            held, size = [], 0
+            yield "".join(document), False
+            document, size = [], 0
     try:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         raise UserError(f"{name}, line {number}: ends inside a UTF-8 character; copy it again") from error
-    yield "".join(held), True
+    yield "".join(document), True
 
 
 def read_text(file: DataFile, separator: str | None) -> Iterator[tuple[tuple[str, bool], int]]:

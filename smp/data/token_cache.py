@@ -287,10 +287,10 @@ def _make_once(
     partial = final.with_name(f"{final.name}.partial")
     with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
-        if (found := _open_whole(final, read)) is not None:  # without the lock: the folder may be read-only
+        if (found := _open_complete(final, read)) is not None:  # without the lock: the folder may be read-only
             return found
         with FileLock(root / f"{final.name}.lock"):
-            if (found := _open_whole(final, read)) is not None:
+            if (found := _open_complete(final, read)) is not None:
                 return found
             for leftover in (final, partial):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -318,7 +318,7 @@ def _writing(root: Path) -> Iterator[None]:
         raise UserError(f"cannot write the token cache in {root}: {error}; choose another --data_cache_dir") from error
 
 
-def _open_whole(path: Path, read: Callable[[Path], T]) -> T | None:
+def _open_complete(path: Path, read: Callable[[Path], T]) -> T | None:
     if not path.exists():
         return None
     try:

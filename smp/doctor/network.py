@@ -138,10 +138,10 @@ def _operations(ctx: CheckContext, nbytes: int) -> dict[str, Callable[[], Any]]:
     """Return each collective by name, with ``nbytes`` of one rank."""
     size, elements = ctx.launch.world_size, max(1, nbytes // 4)
     one = torch.zeros(elements, device=ctx.device)
-    whole = torch.zeros(size * elements, device=ctx.device)
+    full = torch.zeros(size * elements, device=ctx.device)
     return {
-        "all_gather": lambda: all_gather_single(whole, one),
-        "reduce_scatter": lambda: reduce_scatter_single(one, whole),
+        "all_gather": lambda: all_gather_single(full, one),
+        "reduce_scatter": lambda: reduce_scatter_single(one, full),
         "all_reduce": lambda: dist.all_reduce(one),
     }
 

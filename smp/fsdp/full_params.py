@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.param_group import mark_taken, refuse_assigned
-from smp.fsdp.units import Unit, unit_of, units_below, whole_tensor
+from smp.fsdp.units import Unit, full_tensor, unit_of, units_below
 from smp.parallel.optimizers import local_part, replace_parameters
 
 
@@ -29,19 +29,19 @@ class Summoned:
         self._unit, self._writeback, self._rank0_only = unit, writeback, rank0_only
         self._holders: dict[DTensor, list[tuple[nn.Module, str]]] = {}
         for inner in unit.modules:
-            for name, held in inner.named_parameters(recurse=False, remove_duplicate=False):
-                if isinstance(held, DTensor) and held not in unit.ignored_parameters:
-                    self._holders.setdefault(held, []).append((inner, name))
-        self._whole: dict[DTensor, nn.Parameter] = {}
+            for name, own in inner.named_parameters(recurse=False, remove_duplicate=False):
+                if isinstance(own, DTensor) and own not in unit.ignored_parameters:
+                    self._holders.setdefault(own, []).append((inner, name))
+        self._full: dict[DTensor, nn.Parameter] = {}
         for parameter in self._holders:
-            whole = whole_tensor(parameter)
-            gradient = whole_tensor(parameter.grad) if grads and isinstance(parameter.grad, DTensor) else None
+            full = full_tensor(parameter)
+            gradient = full_tensor(parameter.grad) if grads and isinstance(parameter.grad, DTensor) else None
             if unit.first_rank or not rank0_only:
-                shown = nn.Parameter(whole.cpu() if offload_to_cpu else whole, requires_grad=parameter.requires_grad)
+                shown = nn.Parameter(full.cpu() if offload_to_cpu else full, requires_grad=parameter.requires_grad)
                 shown.grad = None if gradient is None else gradient.to(shown.device)
-                self._whole[parameter] = shown
-        mark_taken(self._whole.values())
-        for parameter, shown in self._whole.items():
+                self._full[parameter] = shown
+        mark_taken(self._full.values())
+        for parameter, shown in self._full.items():
             self._set(parameter, shown)
         assert isinstance(module, nn.Module)
         self._handle = module.register_forward_pre_hook(_end_before_forward, prepend=True)
@@ -58,8 +58,8 @@ class Summoned:
             return
         self._unit.summoned = None
         self._handle.remove()
-        replaced = [self._restore(*each) for each in self._whole.items()]
-        self._whole.clear()
+        replaced = [self._restore(*each) for each in self._full.items()]
+        self._full.clear()
         replace_parameters(replaced)  # in optimizers that were made inside
 
     def _restore(self, parameter: DTensor, shown: nn.Parameter) -> tuple[weakref.ref[nn.Parameter], DTensor]:

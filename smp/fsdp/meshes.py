@@ -167,7 +167,7 @@ def _from_group(group: dist.ProcessGroup, strategy: ShardingStrategy, device: st
 
 
 def _replicas(group: dist.ProcessGroup, device: str) -> DeviceMesh:
-    """Make a mesh (ranks of the group, 1): every rank holds whole parameters."""
+    """Make a mesh (ranks of the group, 1): every rank has the full parameters."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
     keep_timeout([alone], device)

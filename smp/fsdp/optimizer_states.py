@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from smp.errors import UserError
 from smp.fsdp.meshes import require_process_group
 from smp.fsdp.state_dicts import get_state_dict_type, refuse_sharded_tensor
-from smp.fsdp.units import clean_name, reshard_below, units_below, whole_tensor
+from smp.fsdp.units import clean_name, full_tensor, reshard_below, units_below
 from smp.log import get_logger
 from smp.parallel.optimizers import local_part
 
@@ -128,7 +128,7 @@ def optim_state_dict(
         for entry, value in sorted(by_name[name].items(), key=lambda item: str(item[0])):
             if isinstance(value, torch.Tensor):
                 # A copy in any case: the optimizer changes its state in place.
-                value = whole_tensor(value) if full and isinstance(value, DTensor) else value.detach().clone()
+                value = full_tensor(value) if full and isinstance(value, DTensor) else value.detach().clone()
                 value = value.cpu() if config.offload_to_cpu else value
             if keep:
                 entries[entry] = value
@@ -201,7 +201,7 @@ def _shard(value: Any, parameter: nn.Parameter, what: str) -> Any:
         laid = isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements)
         if laid == (value.device_mesh, value.placements):
             return value.clone()
-        value = whole_tensor(value)
+        value = full_tensor(value)
     if not value.size():
         return value.clone()
     refuse_sharded_tensor(value, what)

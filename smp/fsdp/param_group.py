@@ -49,11 +49,11 @@ def _groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
             yield from groups_of(inner)
 
 
-def _accumulated(held: Any) -> torch.Tensor | None:
-    if held.unsharded_accumulated_grad is not None:
-        return held.unsharded_accumulated_grad
-    whole = getattr(held, "_unsharded_param", None)
-    return None if whole is None else whole.grad
+def _accumulated(fsdp_param: Any) -> torch.Tensor | None:
+    if fsdp_param.unsharded_accumulated_grad is not None:
+        return fsdp_param.unsharded_accumulated_grad
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
+    return None if unsharded is None else unsharded.grad
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,10 +65,10 @@ def _post_backward(group: FSDPParamGroup, *unused: Any) -> None:
     if group._orig_dtype is None:  # all was frozen at the first forward
         group._init_mp_dtypes()
     if group.reduce_grads:
-        for held in group.fsdp_params:
-            _hide(held)
+        for fsdp_param in group.fsdp_params:
+            _hide(fsdp_param)
         _fill_unused(group)
-    elif not all(hasattr(held, "_unsharded_param") for held in group.fsdp_params):
+    elif not all(hasattr(fsdp_param, "_unsharded_param") for fsdp_param in group.fsdp_params):
         return  # never gathered, so never used
     FSDPParamGroup.post_backward(group, *unused)
     if not group.reduce_grads:
@@ -77,29 +77,29 @@ def _post_backward(group: FSDPParamGroup, *unused: Any) -> None:
 
 def _fill_unused(group: FSDPParamGroup) -> None:
     # torch 2.13's set_reduce_scatter_unused_params gives zeros to units that did not run, too, and no dtype to these.
-    gathered: list[Any] = [held for held in group.fsdp_params if hasattr(held, "_unsharded_param")]
-    found = [gradient for held in gathered if (gradient := _accumulated(held)) is not None]
+    gathered: list[Any] = [fsdp_param for fsdp_param in group.fsdp_params if hasattr(fsdp_param, "_unsharded_param")]
+    found = [gradient for fsdp_param in gathered if (gradient := _accumulated(fsdp_param)) is not None]
     # Without a gradient here, a unit that backward has come to may have one on another rank.
     if not found and group._training_state.name != "PRE_BACKWARD":
         return
-    if any(held.unsharded_accumulated_grad is not None for held in gathered):
-        for held in gathered:  # all of one dtype: some were converted when they accumulated
-            held.accumulate_unsharded_grad_if_needed()
-            if held.unsharded_accumulated_grad is None:
-                held.to_accumulated_grad_if_needed()
-        found = [gradient for held in gathered if (gradient := _accumulated(held)) is not None]
-    for held in gathered:
-        if held.sharded_param.requires_grad and _accumulated(held) is None:
-            whole = held._unsharded_param.detach()  # read of its shape alone: its memory may be free already
-            held.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=found[0].dtype if found else None)
+    if any(fsdp_param.unsharded_accumulated_grad is not None for fsdp_param in gathered):
+        for fsdp_param in gathered:  # all of one dtype: some were converted when they accumulated
+            fsdp_param.accumulate_unsharded_grad_if_needed()
+            if fsdp_param.unsharded_accumulated_grad is None:
+                fsdp_param.to_accumulated_grad_if_needed()
+        found = [gradient for fsdp_param in gathered if (gradient := _accumulated(fsdp_param)) is not None]
+    for fsdp_param in gathered:
+        if fsdp_param.sharded_param.requires_grad and _accumulated(fsdp_param) is None:
+            unsharded = fsdp_param._unsharded_param.detach()  # read of its shape alone: its memory may be free already
+            fsdp_param.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=found[0].dtype if found else None)
 
 
 @torch.no_grad()
 def _show(group: FSDPParamGroup) -> None:
     """Give shards a gradient while unsharded ones accumulate, which no optimizer sees: ``zero_grad`` changes it."""
-    for held in group.fsdp_params:
-        parameter = held.sharded_param
-        if hasattr(held, _SHOWN) or _accumulated(held) is None:
+    for fsdp_param in group.fsdp_params:
+        parameter = fsdp_param.sharded_param
+        if hasattr(fsdp_param, _SHOWN) or _accumulated(fsdp_param) is None:
             continue
         shown = parameter.grad
         if shown is None:
@@ -107,34 +107,34 @@ def _show(group: FSDPParamGroup) -> None:
             shown = parameter.grad = torch.full_like(parameter, -0.0)
         elif not bool(_local(shown).any()):
             continue  # it looks the same when it is cleared
-        setattr(held, _SHOWN, shown)
+        setattr(fsdp_param, _SHOWN, shown)
 
 
-def _hide(held: Any) -> None:
-    shown = vars(held).pop(_SHOWN, None)
-    if shown is not None and held.sharded_param.grad is shown and not bool(_local(shown).any()):
-        held.sharded_param.grad = None
+def _hide(fsdp_param: Any) -> None:
+    shown = vars(fsdp_param).pop(_SHOWN, None)
+    if shown is not None and fsdp_param.sharded_param.grad is shown and not bool(_local(shown).any()):
+        fsdp_param.sharded_param.grad = None
 
 
-def _drop(held: Any) -> None:
-    held.unsharded_accumulated_grad = None
-    if hasattr(held, "_unsharded_param"):
-        held._unsharded_param.grad = None
-    _hide(held)
+def _drop(fsdp_param: Any) -> None:
+    fsdp_param.unsharded_accumulated_grad = None
+    if hasattr(fsdp_param, "_unsharded_param"):
+        fsdp_param._unsharded_param.grad = None
+    _hide(fsdp_param)
 
 
 def drop_accumulated(module: nn.Module) -> None:
     """Drop the gradients that the units in a module have accumulated without reduction."""
     for group in _groups(module):
-        for held in group.fsdp_params:
-            _drop(held)
+        for fsdp_param in group.fsdp_params:
+            _drop(fsdp_param)
 
 
-def _cleared(held: Any) -> bool | None:
+def _cleared(fsdp_param: Any) -> bool | None:
     """Return whether the gradient that a parameter showed was cleared; None where this rank has no element of it."""
-    shown = getattr(held, _SHOWN)
+    shown = getattr(fsdp_param, _SHOWN)
     local = _local(shown)
-    if held.sharded_param.grad is not shown:
+    if fsdp_param.sharded_param.grad is not shown:
         return True
     if local.numel() == 0:
         return None
@@ -150,37 +150,40 @@ def _all_cleared(found: Iterable[bool | None]) -> bool:
 @torch.no_grad()
 def _drop_cleared(module: nn.Module) -> None:
     """Drop the accumulated gradients of parameters whose shown gradient was cleared."""
-    units = [{held: _cleared(held) for held in group.fsdp_params if hasattr(held, _SHOWN)} for group in _groups(module)]
+    units = [
+        {fsdp_param: _cleared(fsdp_param) for fsdp_param in group.fsdp_params if hasattr(fsdp_param, _SHOWN)}
+        for group in _groups(module)
+    ]
     everywhere = _all_cleared(cleared for unit in units for cleared in unit.values())
     for unit in units:
         # A parameter of which this rank has no element follows the unit's others, or all others.
         others = everywhere or _all_cleared(unit.values())
-        for held, cleared in unit.items():
+        for fsdp_param, cleared in unit.items():
             if cleared or (cleared is None and others):
-                _drop(held)
+                _drop(fsdp_param)
 
 
 def accumulates(module: nn.Module) -> bool:
     """Return True if a unit in a module has gradients that are neither reduced nor cleared."""
     _drop_cleared(module)
-    return any(_accumulated(held) is not None for group in _groups(module) for held in group.fsdp_params)
+    return any(_accumulated(fsdp_param) is not None for group in _groups(module) for fsdp_param in group.fsdp_params)
 
 
 def note_converted(module: Any) -> None:
     """Take a unit's parameters as they are now for its own and unassigned, and compute in their present dtype."""
     for group in groups_of(module):
-        mark_taken(held.sharded_param for held in group.fsdp_params)
-        for held in group.fsdp_params:
-            setattr(held, _NOTED, (held.sharded_param, held.sharded_param.untyped_storage()))
+        mark_taken(fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
+        for fsdp_param in group.fsdp_params:
+            setattr(fsdp_param, _NOTED, (fsdp_param.sharded_param, fsdp_param.sharded_param.untyped_storage()))
         if not hasattr(group, "_orig_dtype"):
             continue  # the first forward will
         before = group._orig_dtype
         group._init_mp_dtypes()
-        for held in group.fsdp_params if group._orig_dtype != before else ():
-            held.all_gather_outputs = []
-            held.unsharded_accumulated_grad = None
-            if hasattr(held, "_unsharded_param"):
-                del held._unsharded_param
+        for fsdp_param in group.fsdp_params if group._orig_dtype != before else ():
+            fsdp_param.all_gather_outputs = []
+            fsdp_param.unsharded_accumulated_grad = None
+            if hasattr(fsdp_param, "_unsharded_param"):
+                del fsdp_param._unsharded_param
 
 
 def refuse_assigned(module: Any) -> None:
@@ -190,34 +193,36 @@ def refuse_assigned(module: Any) -> None:
     the value would be lost.
     """
     for group in groups_of(module):
-        for held in group.fsdp_params:
-            _refuse_replaced(held, started=module._get_fsdp_state()._is_root is not None)
-            parameter, storage = getattr(held, _NOTED, (None, None))
-            now = held.sharded_param.untyped_storage()
-            if parameter is not held.sharded_param:  # ``load_state_dict(assign=True)`` has replaced it
-                setattr(held, _NOTED, (held.sharded_param, now))
+        for fsdp_param in group.fsdp_params:
+            _refuse_replaced(fsdp_param, started=module._get_fsdp_state()._is_root is not None)
+            parameter, storage = getattr(fsdp_param, _NOTED, (None, None))
+            now = fsdp_param.sharded_param.untyped_storage()
+            if parameter is not fsdp_param.sharded_param:  # ``load_state_dict(assign=True)`` has replaced it
+                setattr(fsdp_param, _NOTED, (fsdp_param.sharded_param, now))
             # The noted storage is kept, so no other one has its address.
             elif storage is not None and now._cdata != storage._cdata:
                 raise UserError(
-                    f"FSDP: .data of {_where(held)} was assigned, which has no effect on a sharded "
+                    f"FSDP: .data of {_where(fsdp_param)} was assigned, which has no effect on a sharded "
                     f"parameter: write param.data.copy_(value), with backups as param.data.clone(), or assign inside "
                     f"FSDP.summon_full_params"
                 )
 
 
-def _where(held: Any) -> str:
-    return held._param_fqn or f"{held._module_info.param_name} of a {type(held._module_info.module).__name__}"
+def _where(fsdp_param: Any) -> str:
+    info = fsdp_param._module_info
+    return fsdp_param._param_fqn or f"{info.param_name} of a {type(info.module).__name__}"
 
 
-def _refuse_replaced(held: Any, *, started: bool) -> None:
-    now = held._module_info.module._parameters.get(held._module_info.param_name)
-    if now is held.sharded_param or now is getattr(held, "_unsharded_param", None) or is_taken(now):
+def _refuse_replaced(fsdp_param: Any, *, started: bool) -> None:
+    now = fsdp_param._module_info.module._parameters.get(fsdp_param._module_info.param_name)
+    if now is fsdp_param.sharded_param or now is getattr(fsdp_param, "_unsharded_param", None) or is_taken(now):
         return
     # The first forward takes one over that is sharded in the same way.
-    if started or not isinstance(now, DTensor) or now.shape != held.sharded_param.shape:
+    if started or not isinstance(now, DTensor) or now.shape != fsdp_param.sharded_param.shape:
         raise UserError(
-            f"FSDP: {_where(held)} was replaced, which has no effect on a sharded parameter of the shape "
-            f"{tuple(held.sharded_param.shape)}: write into it inside FSDP.summon_full_params, or load_state_dict()"
+            f"FSDP: {_where(fsdp_param)} was replaced, which has no effect on a sharded parameter of the shape "
+            f"{tuple(fsdp_param.sharded_param.shape)}: write into it inside FSDP.summon_full_params, or by "
+            f"load_state_dict()"
         )
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.param_group import refuse_assigned
-from smp.fsdp.units import Unit, clean_name, unit_of, units_below, whole_tensor
+from smp.fsdp.units import Unit, clean_name, full_tensor, unit_of, units_below
 from smp.parallel.optimizers import local_part
 
 _KINDS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -162,7 +162,7 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
             parameter = parameters.get(key)
             source = parameter if parameter is not None and _shows(value, parameter) else key
             if source not in copies:
-                copy = whole_tensor(value) if full else value.detach().clone()
+                copy = full_tensor(value) if full else value.detach().clone()
                 copies[source] = (copy.cpu() if config.offload_to_cpu else copy) if keep else None
             value = copies[source]
         elif config.offload_to_cpu and hasattr(value, "cpu"):
@@ -183,7 +183,7 @@ def _shows(value: DTensor, parameter: nn.Parameter) -> bool:
 
 
 def _before_loading(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """Replace every whole tensor by this rank's shard."""
+    """Replace every full tensor by this rank's shard."""
     if unit.summoned is not None:
         unit.summoned.interrupt(collective=True)
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

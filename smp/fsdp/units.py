@@ -128,7 +128,9 @@ def shards_of_gathered(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
             return {}
         for group in groups_of(inner):
             if group.is_unsharded:
-                found.update((held._unsharded_param, held.sharded_param) for held in group.fsdp_params)
+                found.update(
+                    (fsdp_param._unsharded_param, fsdp_param.sharded_param) for fsdp_param in group.fsdp_params
+                )
     return found
 
 
@@ -284,11 +286,11 @@ def prefetch_in_forward(root: nn.Module) -> None:
         inner.set_modules_to_forward_prefetch([following])
 
 
-def whole_tensor(sharded: DTensor) -> torch.Tensor:
+def full_tensor(sharded: DTensor) -> torch.Tensor:
     """Gather a sharded tensor into memory of its own, on the device of its mesh; collective."""
     with torch.no_grad():
         # Shards in host memory are gathered on the device that the backend serves.
         sharded = sharded.to(sharded.device_mesh.device_type)  # type: ignore[assignment]
-        whole = sharded.full_tensor().detach()
-        shared = whole.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()
-        return whole.clone() if shared else whole
+        full = sharded.full_tensor().detach()
+        shared = full.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()
+        return full.clone() if shared else full

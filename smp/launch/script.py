@@ -62,8 +62,8 @@ def filled(name: str, values: dict[str, str]) -> str:
     """Fill in each ``@@NAME@@`` of a template; an empty value takes its line along if that holds nothing else."""
     lines = []
     for line in template(name).splitlines():
-        whole = _MARK.fullmatch(line.strip())
-        if whole is None or values[whole[1]]:
+        match = _MARK.fullmatch(line.strip())
+        if match is None or values[match[1]]:
             # All in one go: a mark in a value is the user's own text.
             lines.append(_MARK.sub(lambda mark: values[mark[1]], line))
     return "\n".join(lines) + "\n"

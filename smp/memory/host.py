@@ -28,13 +28,13 @@ def estimate_host_memory(
     config, fp32 = work.settings[ActivationConfig], 4
     needed: dict[str, int] = {}
     sizes = shape.unit_sizes(mesh.tp.size), shape.trained(mesh.tp.size)
-    held, shard = (-(-size.parameters // mesh.shard.size) * fp32 for size in sizes)
+    total, shard = (-(-size.parameters // mesh.shard.size) * fp32 for size in sizes)
     if config.cpu_offload:
         # torch's allocator of pinned memory rounds each tensor up to a power of two; optimizer state is not pinned.
         split = (-(-size // mesh.tp.size) for size in shape.sizes)
         pinned = sum(1 << (-(-size // mesh.shard.size) * fp32 - 1).bit_length() for size in split)
         needed["parameters"] = pinned
-        needed |= {} if work.forward_only else {"gradients": pinned * shard // held, "optimizer state": 2 * shard}
+        needed |= {} if work.forward_only else {"gradients": pinned * shard // total, "optimizer state": 2 * shard}
     if is_async and not work.forward_only:
         writers = 1 if is_local else mesh.replicas.size
         needed["checkpoint copy"] = 3 * shard // writers

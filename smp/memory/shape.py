@@ -272,8 +272,8 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
     matrices = work.attention_matrix and mesh.cp.size == 1  # ranks that split a sequence have kernels of their own
     inside = tokens * _saved_values(shape, work, tp=mesh.tp.size, split=split) * work.compute_bytes
     if shape.saved and not matrices:  # what was counted, split as the formula splits
-        whole = _saved_values(shape, work, tp=1, split=False) * work.compute_bytes
-        inside = inside * shape.saved[work.compute_bytes >= 4] // whole
+        full = _saved_values(shape, work, tp=1, split=False) * work.compute_bytes
+        inside = inside * shape.saved[work.compute_bytes >= 4] // full
     if matrices:
         matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
         inside += 3 * matrix * work.compute_bytes // mesh.tp.size

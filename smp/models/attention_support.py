@@ -115,9 +115,9 @@ def head_width(hf_config: Any) -> int | None:
     """Return the width of a head; None if it cannot be told, as of heads that differ."""
     width = getattr(hf_config, "head_dim", None)
     if width is None:
-        whole, count = (getattr(hf_config, key, None) for key in ("hidden_size", "num_attention_heads"))
-        if isinstance(whole, int) and isinstance(count, int):
-            return whole // count
+        width, count = (getattr(hf_config, key, None) for key in ("hidden_size", "num_attention_heads"))
+        if isinstance(width, int) and isinstance(count, int):
+            return width // count
     return width if isinstance(width, int) else None
 
 

@@ -36,9 +36,9 @@ class _NoPlanError(Exception):
 
 def _styles(hf_config: Any, block_list: str, block: nn.Module) -> dict[str, str]:
     """Return the style of each path in a block; a plan may name what only other configs of the type have."""
-    whole = getattr(hf_config, "base_model_tp_plan", None) or {}
+    full = getattr(hf_config, "base_model_tp_plan", None) or {}
     prefix = f"{block_list}.*."
-    found = {path.removeprefix(prefix): style for path, style in whole.items() if path.startswith(prefix)}
+    found = {path.removeprefix(prefix): style for path, style in full.items() if path.startswith(prefix)}
     found = {path: style for path, style in found.items() if _has(block, path)}
     if not found:
         raise _NoPlanError("transformers has no tensor-parallel plan for it")
@@ -170,8 +170,8 @@ def _cut(block: nn.Module, parts: Sequence[Part], heads: int, key_value: int, de
         _shrink(row, inputs=width // degree)
         for name in part.norms:
             norm = module.get_submodule(name)
-            whole = norm.weight.numel()  # type: ignore[union-attr, operator]
-            share = whole // degree if whole == width else whole // key_value * rank_key_value
+            full = norm.weight.numel()  # type: ignore[union-attr, operator]
+            share = full // degree if full == width else full // key_value * rank_key_value
             norm.weight = nn.Parameter(torch.empty(share, device="meta"))
         if part.heads and hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = heads // degree // rank_key_value  # type: ignore[assignment]
@@ -197,8 +197,8 @@ def _set_counts(module: Any, names: Sequence[str], heads: int, key_value: int, d
         module.config = copy.copy(module.config)
     for name in names:
         target, own = (module.config, name.removeprefix("config.")) if "." in name else (module, name)
-        whole = getattr(target, own)
-        setattr(target, own, whole // degree if whole == heads else max(1, key_value // degree))
+        full = getattr(target, own)
+        setattr(target, own, full // degree if full == heads else max(1, key_value // degree))
 
 
 def _runs(block: nn.Module, call: Call) -> str:

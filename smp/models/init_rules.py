@@ -123,7 +123,7 @@ class _Recorder(TorchDispatchMode):
         """Return the steps that give a new tensor the values of ``source``."""
         known = self._written.get(self._key(source))
         if source.is_meta:
-            return list(known) if isinstance(known, list) and _whole(source) else f"aten.copy_ ({known})"
+            return list(known) if isinstance(known, list) and _is_full(source) else f"aten.copy_ ({known})"
         values = source.detach().float().reshape(-1)
         return [] if known is not None else [Step(0, source.numel(), "copy", values=values)]
 
@@ -135,7 +135,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         if name == "copy_" and isinstance(source := rest[0], torch.Tensor):
             steps = self._copy(source if source.is_meta else source.expand(target.shape))
-            if isinstance(steps, str) or (source.is_meta and not (_whole(target) and source.shape == target.shape)):
+            if isinstance(steps, str) or (source.is_meta and not (_is_full(target) and source.shape == target.shape)):
                 self.refuse(target, steps if isinstance(steps, str) else "aten.copy_")
             elif source.is_meta:
                 self._written[self._key(target)] = steps
@@ -169,7 +169,7 @@ class _Recorder(TorchDispatchMode):
         start = int(target.storage_offset())
         step, key = Step(start, start + target.numel(), kind, operation, values), self._key(target)
         before = self._written.get(key, "unknown")
-        if kind != "change" and _whole(target):
+        if kind != "change" and _is_full(target):
             self._written[key] = [step]
         elif isinstance(before, list):
             before.append(step)
@@ -187,7 +187,7 @@ class _Recorder(TorchDispatchMode):
         return InitRule(tuple(steps)) if covered >= parameter.numel() else InitRule(refusal="nothing sets them")
 
 
-def _whole(tensor: torch.Tensor) -> bool:
+def _is_full(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor views all of its storage, in order."""
     return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 

@@ -38,15 +38,15 @@ class _StandIn:
 
 @contextmanager
 def _replaced(model: nn.Module, stand_ins: dict[nn.Module, _StandIn]) -> Iterator[None]:
-    """Put stand-ins in the places of modules of ``model``."""
+    """Put stand-ins in place of modules of ``model``."""
     modules = [module for module in model.modules() if module not in stand_ins]
-    places = [(m._modules, name, child) for m in modules for name, child in m._modules.items() if child in stand_ins]
+    slots = [(m._modules, name, child) for m in modules for name, child in m._modules.items() if child in stand_ins]
     try:
-        for children, name, child in places:
+        for children, name, child in slots:
             children[name] = stand_ins[child]  # type: ignore[index,assignment]
         yield
     finally:
-        for children, name, child in places:
+        for children, name, child in slots:
             children[name] = child
 
 

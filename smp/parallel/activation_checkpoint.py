@@ -184,14 +184,14 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     if moment is Moment.EMBEDDING:
         return {"activations": 2 * state + inputs}
     blocks = 1 if moment in (Moment.FIRST_BLOCK, Moment.FIRST_REDUCTION) else shape.layers
-    held = inputs + waiting_bytes(shape, mesh, work, blocks=blocks)
+    total = inputs + waiting_bytes(shape, mesh, work, blocks=blocks)
     selective = config.activation_checkpointing and config.activation_checkpointing_mode == "selective"
     if selective:  # these are not offloaded
-        held += -(-blocks // config.activation_checkpointing_every) * _kept_bytes(shape, mesh, work)
+        total += -(-blocks // config.activation_checkpointing_every) * _kept_bytes(shape, mesh, work)
     if moment in (Moment.LAST_BLOCK, Moment.FIRST_BLOCK):
-        return {"activations": held + _running_bytes(shape, mesh, work, selective=selective)}
+        return {"activations": total + _running_bytes(shape, mesh, work, selective=selective)}
     # The loss's input and the final norm's, which is in fp32, and their gradients.
-    return {"activations": held + (4 if work.compute_bytes >= 4 else 6) * state}
+    return {"activations": total + (4 if work.compute_bytes >= 4 else 6) * state}
 
 
 def _running_bytes(shape: ModelShape, mesh: Mesh, work: Workload, *, selective: bool) -> int:

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from smp.models.registry import tie_on_meta
 
 
-def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
+def local_part(full: torch.Tensor, like: DTensor) -> DTensor:
     """Return this rank's shard of a full tensor that every rank has, with ``like``'s placements; not collective.
 
     Args:
-        whole: of ``like``'s shape, on any device.
+        full: of ``like``'s shape, on any device.
         like: a sharded parameter.
     """
-    part = distribute_tensor(whole.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None)
+    part = distribute_tensor(full.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None)
     return part.to(like.to_local().device)  # type: ignore[return-value]
 
 
@@ -61,5 +61,5 @@ def replace_parameters(pairs: Iterable[tuple[weakref.ref[nn.Parameter], nn.Param
 
 def _beside(value: Any, parameter: nn.Parameter) -> Any:
     """Return what an optimizer keeps beside a parameter: this rank's shard, if it is of the parameter's shape."""
-    whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
-    return local_part(value, parameter) if whole and isinstance(parameter, DTensor) else value
+    full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+    return local_part(value, parameter) if full and isinstance(parameter, DTensor) else value

@@ -286,11 +286,11 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     the next unit's are reduced.
     """
     fp32, moment = 4, work.moment
-    held, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size).parameters, shape.trained(mesh.tp.size)
+    total, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size).parameters, shape.trained(mesh.tp.size)
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
     shards = 0 if in_host_memory else fp32
-    frozen = -(-(held - trained) // mesh.shard.size) * (min(fp32, work.compute_bytes) if shards else 0)
-    reduced = _reduced(shape, moment, last=last, block=block, held=trained)
+    frozen = -(-(total - trained) // mesh.shard.size) * (min(fp32, work.compute_bytes) if shards else 0)
+    reduced = _reduced(shape, moment, last=last, block=block, total=trained)
     accumulated = work.accumulation > 1
     deferred = accumulated and work.settings[Config].defer_gradient_sync
     gradients = trained if accumulated and not deferred else reduced
@@ -324,13 +324,13 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     }
 
 
-def _reduced(shape: ModelShape, moment: Moment, *, last: int, block: int, held: int) -> int:
+def _reduced(shape: ModelShape, moment: Moment, *, last: int, block: int, total: int) -> int:
     """Count the parameters whose gradients are reduced, or being reduced, in one backward."""
     above = 0 if shape.tied else last
     return {
         Moment.LOSS: 0, Moment.HEAD: above, Moment.LAST_BLOCK: above, Moment.LAST_REDUCTION: above + block,
         Moment.FIRST_BLOCK: above + (shape.layers - 1) * block, Moment.FIRST_REDUCTION: above + shape.layers * block,
-    }.get(moment, held)  # fmt: skip
+    }.get(moment, total)  # fmt: skip
 
 
 def gathered_blocks(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
@@ -340,10 +340,10 @@ def gathered_blocks(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
 
 def _gathered(sizes: Trained, shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     """Count what is gathered of units of these sizes; the embedding's, unless tied, are freed after its forward."""
-    moment, (held, _, last, block) = work.moment, sizes
+    moment, (total, _, last, block) = work.moment, sizes
     keeps = not (mesh.reshard_after_forward and work.settings[Config].reshard_between_microbatches)
     if not work.settings[Config].reshard_between_microbatches and (work.accumulation > 1 or moment is Moment.LOSS):
-        return 0 if moment is Moment.UPDATE else held
+        return 0 if moment is Moment.UPDATE else total
     below = last if shape.tied else 0  # a tied unit is gathered until backward ends
     if moment in (Moment.LOSS, Moment.HEAD):
         return last + block * (shape.layers if keeps else int(moment is Moment.HEAD))

@@ -151,17 +151,17 @@ def reserved_bytes(step: Step, *, steps: int = 3, expandable: bool = False) -> i
     What exists before the step is allocated once; the step's own changes are repeated.
     """
     allocator = Allocator(expandable=expandable)
-    held: dict[int, _Block] = {}
+    live: dict[int, _Block] = {}
     sizes = [0] * len(step.categories)
     for repetition in range(steps):
         for _, number, delta in step.changes[step.initial if repetition else 0 :]:
             sizes[number] += delta
-            before = held.pop(number, None)
+            before = live.pop(number, None)
             if sizes[number] > 0:  # one that is resized is copied: both are there
-                held[number] = allocator.allocate(sizes[number], step.streams[number])
+                live[number] = allocator.allocate(sizes[number], step.streams[number])
             if before is not None:
                 allocator.free(before)
-        for number in [n for n in held if n >= step.initial]:  # results that the next step replaces
-            allocator.free(held.pop(number))
+        for number in [n for n in live if n >= step.initial]:  # results that the next step replaces
+            allocator.free(live.pop(number))
             sizes[number] = 0
     return allocator.reserved

@@ -29,7 +29,7 @@ class Step(NamedTuple):
     Attributes:
         categories, streams: of each storage.
         initial: how many of them exist before the step.
-        changes: place, storage, change in bytes.
+        changes: point, storage, change in bytes.
     """
 
     categories: list[str]
@@ -87,41 +87,41 @@ def _first_sizes(trace: Trace) -> list[int]:
     return sizes
 
 
-def _places(trace: Trace, repeated: Repeat) -> Iterator[tuple[StepPhase, StepPhase]]:
-    """Yield the places of the whole step in their order, each with the traced one that stands for it."""
-    seen = dict.fromkeys(change.place for change in trace.changes)
+def _points(trace: Trace, repeated: Repeat) -> Iterator[tuple[StepPhase, StepPhase]]:
+    """Yield the points of the full step in their order, each with the traced one that stands for it."""
+    seen = dict.fromkeys(change.point for change in trace.changes)
     groups: list[list[StepPhase]] = []
-    for place in sorted(seen, key=_in_a_step):  # the blocks of one forward or one backward are one group
-        same = groups and groups[-1][0].block is not None and place.block is not None
-        if same and groups[-1][0][:2] == place[:2]:
-            groups[-1].append(place)
+    for point in sorted(seen, key=_in_a_step):  # the blocks of one forward or one backward are one group
+        same = groups and groups[-1][0].block is not None and point.block is not None
+        if same and groups[-1][0][:2] == point[:2]:
+            groups[-1].append(point)
         else:
-            groups.append([place])
+            groups.append([point])
     for group in groups:
         if group[0].block is None or repeated.wanted == repeated.traced:
-            yield from ((place, place) for place in group)
+            yield from ((point, point) for point in group)
             continue
-        by_block = {place.block: place for place in group}
+        by_block = {point.block: point for point in group}
         count = range(repeated.wanted)
         for block in reversed(count) if group[0].phase == BACKWARD else count:
             template = by_block[repeated.template(block)]
             yield template._replace(block=block), template
 
 
-def _in_a_step(place: StepPhase) -> tuple[int, int, int]:
-    """Return the sorting key of a place."""
-    if place.phase == UPDATE:
+def _in_a_step(point: StepPhase) -> tuple[int, int, int]:
+    """Return the sorting key of a point."""
+    if point.phase == UPDATE:
         return (1 << 30, 0, 0)
-    if place.phase not in _ORDER:
+    if point.phase not in _ORDER:
         return (-1, 0, 0)
-    forward = place.phase != BACKWARD
+    forward = point.phase != BACKWARD
     between = {"embedding": -1 if forward else 1 << 30, "head": 1 << 30 if forward else -(1 << 30)}
-    inside = between[place.part] if place.block is None else place.block if forward else -place.block
-    return (place.microbatch, _ORDER.index(place.phase), inside)
+    inside = between[point.part] if point.block is None else point.block if forward else -point.block
+    return (point.microbatch, _ORDER.index(point.phase), inside)
 
 
 class _Births:
-    """What each place of the trace allocates, to compare a block's with that of the block that stands for it."""
+    """What each point of the trace allocates, to compare a block's with that of the block that stands for it."""
 
     def __init__(self, trace: Trace):
         sizes = _first_sizes(trace)
@@ -133,12 +133,12 @@ class _Births:
             if number < initial:
                 self._owned[trace.owners[number], ranks[number]] = what
             else:
-                self._made[allocation.place, allocation.rank] = what
+                self._made[allocation.point, allocation.rank] = what
 
-    def compare(self, place: StepPhase, index: int, template: int) -> None:
-        """Compare an allocation with that of the same index in a template's place."""
-        if self._made.get((place, index)) != self._made.get((place._replace(block=template), index)):
-            raise UnequalBlocksError(f"blocks {place.block} and {template} differ in {place.phase}")
+    def compare(self, point: StepPhase, index: int, template: int) -> None:
+        """Compare an allocation with that of the same index in a template's phase."""
+        if self._made.get((point, index)) != self._made.get((point._replace(block=template), index)):
+            raise UnequalBlocksError(f"blocks {point.block} and {template} differ in {point.phase}")
 
     def compare_owned(self, owner: int, rank: int, template: int) -> None:
         """Compare a parameter's or state's bytes with those of a template."""
@@ -151,7 +151,7 @@ class _Writer:
 
     def __init__(self, trace: Trace, repeated: Repeat):
         self.trace, self.repeated = trace, repeated
-        self.initial, self.begin = len(trace.owners), trace.allocations[0].place
+        self.initial, self.begin = len(trace.owners), trace.allocations[0].point
         self.categories: list[str] = []
         self.streams: list[str] = []
         self.changes: list[tuple[StepPhase, int, int]] = []
@@ -159,36 +159,36 @@ class _Writer:
         # A storage of the whole step, by where it is made, and the block of the whole model that it belongs to.
         self._numbers: dict[tuple[StepPhase, int, int | None], int] = {}
 
-    def change(self, place: StepPhase, traced: int, block: int | None, delta: int) -> None:
+    def change(self, point: StepPhase, traced: int, block: int | None, delta: int) -> None:
         """Write a change of the storage that stands, in a block of the whole model, for a traced one."""
         allocation, before = self.trace.allocations[traced], traced < self.initial
         index = self._ranks[traced] if before else allocation.rank
-        owner = self.trace.owners[traced] if before else allocation.place.block
+        owner = self.trace.owners[traced] if before else allocation.point.block
         if block is not None and owner is not None:
             if not 0 <= block < self.repeated.wanted:
-                raise UnequalBlocksError(f"block {place.block} frees what block {block} would have made")
+                raise UnequalBlocksError(f"block {point.block} frees what block {block} would have made")
             if (other := self.repeated.template(block)) != owner:
                 if before:
                     self._allocations.compare_owned(owner, index, other)
                 else:
-                    self._allocations.compare(allocation.place, index, other)
-        key = (self.begin if before else allocation.place._replace(block=block), index, block)
+                    self._allocations.compare(allocation.point, index, other)
+        key = (self.begin if before else allocation.point._replace(block=block), index, block)
         if key not in self._numbers:
             self._numbers[key] = len(self.categories)
             self.categories.append(allocation.storage.category)
             self.streams.append(allocation.stream)
-        self.changes.append((place, self._numbers[key], delta))
+        self.changes.append((point, self._numbers[key], delta))
 
-    def blocks(self, place: StepPhase, template: StepPhase, traced: int) -> list[int | None]:
-        """Return the blocks of the whole model whose storages a change at ``place`` is of."""
-        owner = self.trace.owners[traced] if traced < self.initial else self.trace.allocations[traced].place.block
+    def blocks(self, point: StepPhase, template: StepPhase, traced: int) -> list[int | None]:
+        """Return the blocks of the whole model whose storages a change at ``point`` is of."""
+        owner = self.trace.owners[traced] if traced < self.initial else self.trace.allocations[traced].point.block
         if owner is None:
             return [None]
-        if place.phase == UPDATE:
+        if point.phase == UPDATE:
             return [*self.repeated.copies[owner]]  # of every block at once
-        if place.block is None or template.block is None:  # of the blocks next to it: the last ones or the first ones
-            return [owner + self.repeated.wanted - self.repeated.traced if place.part == "head" else owner]
-        return [place.block + owner - template.block]
+        if point.block is None or template.block is None:  # of the blocks next to it: the last ones or the first ones
+            return [owner + self.repeated.wanted - self.repeated.traced if point.part == "head" else owner]
+        return [point.block + owner - template.block]
 
 
 def whole_step(trace: Trace, repeated: Repeat) -> Step:
@@ -203,13 +203,13 @@ def whole_step(trace: Trace, repeated: Repeat) -> Step:
         for block in [None] if owner is None else repeated.copies[owner]:
             writer.change(writer.begin, traced, block, sizes[traced])
     initial = len(writer.categories)
-    by_place: dict[StepPhase, list[tuple[int, int]]] = {}
-    for place, traced, delta in trace.changes[writer.initial :]:
-        by_place.setdefault(place, []).append((traced, delta))
-    for place, template in _places(trace, repeated):
-        for traced, delta in by_place.get(template, ()):
-            for block in writer.blocks(place, template, traced):
-                writer.change(place, traced, block, delta)
+    by_phase: dict[StepPhase, list[tuple[int, int]]] = {}
+    for point, traced, delta in trace.changes[writer.initial :]:
+        by_phase.setdefault(point, []).append((traced, delta))
+    for point, template in _points(trace, repeated):
+        for traced, delta in by_phase.get(template, ()):
+            for block in writer.blocks(point, template, traced):
+                writer.change(point, traced, block, delta)
     step = Step(writer.categories, writer.streams, initial, writer.changes)
     _check_balance(step)
     return step
@@ -218,10 +218,10 @@ def whole_step(trace: Trace, repeated: Repeat) -> Step:
 def _check_balance(step: Step) -> None:
     """Refuse a step that frees more than it has made."""
     sizes = [0] * len(step.categories)
-    for place, number, delta in step.changes:
+    for point, number, delta in step.changes:
         sizes[number] += delta
         if sizes[number] < 0:
-            raise UnequalBlocksError(f"{place.phase} of block {place.block} frees what nothing has made")
+            raise UnequalBlocksError(f"{point.phase} of block {point.block} frees what nothing has made")
 
 
 def _ranks(trace: Trace) -> list[int]:

@@ -140,9 +140,9 @@ def measure(device: torch.device, seconds: float) -> dict[str, float]:
     found["memory"] = 3 * a.nbytes / _mean_seconds(lambda: torch.add(a, b), device, seconds) / 1e12
     ranks = dist.get_world_size()
     part = torch.ones(2**26 if gpu else 2**20, device=device)
-    whole = torch.empty(ranks * len(part), device=device)
-    gathered = _mean_seconds(lambda: all_gather_single(whole, part), device, seconds)
-    found["links"] = whole.nbytes * (ranks - 1) / ranks / gathered / 1e9 if ranks > 1 else 0.0
+    full = torch.empty(ranks * len(part), device=device)
+    gathered = _mean_seconds(lambda: all_gather_single(full, part), device, seconds)
+    found["links"] = full.nbytes * (ranks - 1) / ranks / gathered / 1e9 if ranks > 1 else 0.0
     found["host_us"] = 1e6 * _operation_seconds(device, seconds)
     return found
 

@@ -23,8 +23,8 @@ from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.lora import Config as LoraConfig
 from smp.parallel.nf4 import BYTES
 from smp.parallel.technique import Sent, member
+from smp.plan.communication import collective_seconds, sent_bytes
 from smp.plan.devices import DeviceRow
-from smp.plan.exchange import exchange_seconds, sent_bytes
 from smp.plan.layouts import Layout
 from smp.plan.records import StepTime
 from smp.plan.search import Estimate
@@ -127,7 +127,7 @@ class _Links:
         on_host = max(1, min(ranks, self._on_host[axis]))
         here, there = sent_bytes(kind, round(nbytes), ranks, on_host)
         self.inside, self.between = self.inside + times * here, self.between + times * there
-        return exchange_seconds(kind, nbytes, ranks, on_host, self._row)
+        return collective_seconds(kind, nbytes, ranks, on_host, self._row)
 
     def waited(self, sent: Sequence[Sent], blocks: int, hiding: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds that all blocks wait for what techniques send, by part.
@@ -151,11 +151,11 @@ def _to_host(row: DeviceRow) -> float:
     return row.host_link * row.efficiency.links * 1e9 or math.inf
 
 
-def _update(held: float, row: DeviceRow, *, on_host: bool, gathers: int) -> float:
+def _update(parameters: float, row: DeviceRow, *, on_host: bool, gathers: int) -> float:
     """Return the seconds of the update; on the host with copies of gradients, and of shards before each gather."""
     if on_host and row.is_gpu:
-        return UPDATE_BYTES * held / HOST_MEMORY + 4 * held * (1 + gathers) / _to_host(row)
-    return UPDATE_BYTES * held / (row.bandwidth * 1e12 * row.efficiency.memory)
+        return UPDATE_BYTES * parameters / HOST_MEMORY + 4 * parameters * (1 + gathers) / _to_host(row)
+    return UPDATE_BYTES * parameters / (row.bandwidth * 1e12 * row.efficiency.memory)
 
 
 def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, local: int) -> StepTime:
@@ -181,7 +181,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     once = not mesh.reshard_after_forward or not work.settings[ParallelConfig].reshard_between_microbatches
     forward_gathers, backward_gathers = (1, 0) if once else (1 + more, 1)
     gathers = forward_gathers + backward_gathers
-    reduced, outside, held = _trained(shape, mesh)
+    reduced, outside, own = _trained(shape, mesh)
     weight_bytes = BYTES if adapters.qlora else value
     gather = links.send("all_gather", weight_bytes * (_block_weights(shape) / tp), "dp_shard", gathers * blocks)
     scatter = links.send("reduce_scatter", REDUCE_BYTES * reduced, "dp_shard", blocks)
@@ -189,7 +189,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     # What nothing hides: the embedding's gather, the first block's, and the last reductions.
     ends = (1 + more) * links.send("all_gather", value * vocabulary, "dp_shard", (1 + more) * work.accumulation)
     ends += links.send("reduce_scatter", REDUCE_BYTES * outside, "dp_shard", work.accumulation)
-    replicas = links.send("all_reduce", REDUCE_BYTES * held, "dp_replicate", 1)
+    replicas = links.send("all_reduce", REDUCE_BYTES * own, "dp_replicate", 1)
     forward, backward = block.forward, block.backward(recompute)
     again = preference.dpo + more  # forward passes of the head alone: backward of pairs makes the logits again
     head = (2 * again + (6 if outside else 4)) * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
@@ -215,7 +215,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
         "compute": compute,
         "exposed gathers": work.accumulation * (shape.layers * exposed + ends) + replicas,
         **links.waited([sent for each in traffic for sent in each.sent], blocks, hiding),
-        "optimizer": _update(held, row, on_host=activation.cpu_offload, gathers=gathers * work.accumulation),
+        "optimizer": _update(own, row, on_host=activation.cpu_offload, gathers=gathers * work.accumulation),
         "host": issued,
         "offloading": offloading,
     }

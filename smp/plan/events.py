@@ -22,7 +22,7 @@ class StepPhase(NamedTuple):
 class Allocation(NamedTuple):
     """A storage: where it was first allocated, after how many others there, its category and stream."""
 
-    place: StepPhase
+    point: StepPhase
     rank: int
     storage: _Storage
     stream: str
@@ -31,7 +31,7 @@ class Allocation(NamedTuple):
 class AllocationEvent(NamedTuple):
     """A change of a storage's bytes."""
 
-    place: StepPhase
+    point: StepPhase
     allocation: int  # index of the storage in ``Trace.allocations``
     delta: int
 

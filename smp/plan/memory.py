@@ -27,12 +27,12 @@ class Account(NamedTuple):
     timeline: list[tuple[str, dict[str, int]]]
 
 
-def said(place: StepPhase) -> str:
-    """Name a place of the step."""
-    where = {"": "", "head": " of the head and the loss", "embedding": " of the embedding"}[place.part]
-    block = "" if place.block is None else f" of block {place.block}"
-    later = f", micro-batch {place.microbatch + 1}" if place.microbatch else ""
-    return f"{place.phase}{block}{where}{later}"
+def said(point: StepPhase) -> str:
+    """Name a point of the step."""
+    where = {"": "", "head": " of the head and the loss", "embedding": " of the embedding"}[point.part]
+    block = "" if point.block is None else f" of block {point.block}"
+    later = f", micro-batch {point.microbatch + 1}" if point.microbatch else ""
+    return f"{point.phase}{block}{where}{later}"
 
 
 def account(step: Step, *, shared: int = 0, waiting: Mapping[str, int] | None = None) -> Account:
@@ -51,14 +51,14 @@ def account(step: Step, *, shared: int = 0, waiting: Mapping[str, int] | None = 
     peak = highest = (total, step.changes[0][0], list(now))
     stride = max(1, (len(step.changes) - step.initial) // POINTS)
     points: list[tuple[int, StepPhase, list[int]]] = []
-    for index, (place, storage, delta) in enumerate(step.changes):
+    for index, (point, storage, delta) in enumerate(step.changes):
         kind = kinds[storage]
         now[kind] += delta
         total += delta
         most[kind] = max(most[kind], now[kind])
         begins = index >= step.initial and (index - step.initial) % stride == 0
         if begins or total > highest[0]:
-            highest = (total, place, list(now))
+            highest = (total, point, list(now))
             if begins:
                 points.append(highest)
             elif points:
@@ -66,8 +66,8 @@ def account(step: Step, *, shared: int = 0, waiting: Mapping[str, int] | None = 
             if total > peak[0]:
                 peak = highest
 
-    def entry(place: StepPhase, sizes: list[int]) -> tuple[str, dict[str, int]]:
-        return said(place), dict(zip(CATEGORIES, sizes, strict=True))
+    def entry(point: StepPhase, sizes: list[int]) -> tuple[str, dict[str, int]]:
+        return said(point), dict(zip(CATEGORIES, sizes, strict=True))
 
     timeline = [entry(*point[1:]) for point in points]
     return Account(Moment(*entry(*peak[1:])), dict(zip(CATEGORIES, most, strict=True)), timeline)

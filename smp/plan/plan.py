@@ -108,13 +108,13 @@ class _Rank:
         trace = self._trace(few)
         try:
             repeated = Repeat(trace.blocks, layers, period, margin)
-            whole = whole_step(trace, repeated)
+            step = whole_step(trace, repeated)
         except UnequalBlocksError:
             trace = self._trace(layers)
             repeated = Repeat(layers, layers, 1, 1)
-            whole = whole_step(trace, repeated)
+            step = whole_step(trace, repeated)
         self.exact = repeated.traced == layers
-        self.memory = self._memory(trace, whole)
+        self.memory = self._memory(trace, step)
         shape, work = sizes(job)
         self.step = step_time(shape, job.mesh, work, row, local=local)
 
@@ -134,12 +134,12 @@ class _Rank:
         # In a process of its own: torch keeps caches of meshes, whose groups end with the trace.
         return in_child(functools.partial(_traced, job, self.backend, self.row.capability if self.row.is_gpu else None))
 
-    def _memory(self, trace: Trace, whole: Step) -> RankMemory:
+    def _memory(self, trace: Trace, step: Step) -> RankMemory:
         gpu, heap = self.row.is_gpu, 0
-        found = account(whole, shared=trace.shared, waiting=None if gpu else untraced_bytes(self.job))
+        found = account(step, shared=trace.shared, waiting=None if gpu else untraced_bytes(self.job))
         if gpu:
             expandable = self.job.settings[AllocatorConfig].expandable_segments is True
-            reserved: int | None = reserved_bytes(whole, expandable=expandable)
+            reserved: int | None = reserved_bytes(step, expandable=expandable)
         else:
             unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
             heap = int(unused * (found.peak.total - trace.shared))  # what is shared is mapped, and no heap's

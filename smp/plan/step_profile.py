@@ -34,9 +34,9 @@ class StepTrace(MemoryProfile):
         mode: FakeTensorMode,
         capability: tuple[int, int] | None = None,
     ):
-        self.place = StepPhase(0, BEGIN, None)
+        self.point = StepPhase(0, BEGIN, None)
         self._fake = mode
-        self._places: list[StepPhase] = []
+        self._points: list[StepPhase] = []
         self._streams: dict[int, str] = {}
         self._allocations: dict[int, tuple[StepPhase, int]] = {}
         self._counts: dict[StepPhase, int] = {}
@@ -54,10 +54,10 @@ class StepTrace(MemoryProfile):
         super()._change(entry, nbytes)
         if len(self._log) == before:
             return
-        self._places.append(self.place)
+        self._points.append(self.point)
         if id(entry) not in self._allocations:
-            index = self._counts[self.place] = self._counts.get(self.place, -1) + 1
-            self._allocations[id(entry)] = (self.place, index)
+            index = self._counts[self.point] = self._counts.get(self.point, -1) + 1
+            self._allocations[id(entry)] = (self.point, index)
             self._streams[id(entry)] = self._stream()
             self._order.append(entry)
 
@@ -90,13 +90,13 @@ class StepTrace(MemoryProfile):
             Allocation(*self._allocations[id(entry)], entry, self._streams[id(entry)]) for entry in self._order
         ]
         changes = [
-            AllocationEvent(place, numbers[id(entry)], delta)
-            for place, (_, entry, delta) in zip(self._places, self._log, strict=True)
+            AllocationEvent(point, numbers[id(entry)], delta)
+            for point, (_, entry, delta) in zip(self._points, self._log, strict=True)
         ]
         for entry in self._order:
             entry.reference = None  # which holds this profile, and with it the model
-        held = [owners.get(id(entry)) for entry in self._order[: self.initial]]
-        return Trace(blocks, allocations, changes, held, sum(world.connected.values()))
+        initial = [owners.get(id(entry)) for entry in self._order[: self.initial]]
+        return Trace(blocks, allocations, changes, initial, sum(world.connected.values()))
 
     # --- operations
 
@@ -112,9 +112,9 @@ class StepTrace(MemoryProfile):
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         name = func._schema.name
         if self._capability is not None and not self._has_cublas and workspace.is_product(name):
-            self._has_cublas, place, self.place = True, self.place, StepPhase(0, BEGIN, None)  # of no block
+            self._has_cublas, before, self.point = True, self.point, StepPhase(0, BEGIN, None)  # of no block
             self._change(_Storage(OTHER, 0), workspace.cublas_bytes(self._capability))
-            self.place = place
+            self.point = before
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self._capability is not None:
             inside = workspace.inside(name, [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)])

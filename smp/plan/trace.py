@@ -54,7 +54,7 @@ class _Follower:
 
     def _go(self, phase: str, block: int | None, part: str = "") -> None:
         self._phase = phase
-        self.trace.place = StepPhase(max(self._microbatch, 0), phase, block, part)
+        self.trace.point = StepPhase(max(self._microbatch, 0), phase, block, part)
 
     def enter(self, phase: str) -> None:
         """Follow ``train_step``'s own marks."""

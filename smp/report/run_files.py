@@ -210,17 +210,21 @@ def _settings(path: Path, notes: list[str]) -> dict[str, Any] | None:
 def _checkpoint_dirs(path: Path, attempts: list[Attempt], notes: list[str]) -> list[Path]:
     """Return the directories that hold checkpoints: as it was started, and as the run lies here now."""
     named = list_of(attempts[-1].start.get("checkpoint_dirs")) if attempts else []
-    remote = [str(place) for place in named if "://" in str(place)]
+    remote = [str(location) for location in named if "://" in str(location)]
     notes += [
-        f"checkpoints in {place} are not listed here: `smp inspect {shlex.quote(str(place))}` does" for place in remote
+        f"checkpoints in {location} are not listed here: `smp inspect {shlex.quote(str(location))}` does"
+        for location in remote
     ]
-    places = [path / "checkpoints", *(Path(place) for place in named if isinstance(place, str) and place not in remote)]
+    locations = [
+        path / "checkpoints",
+        *(Path(location) for location in named if isinstance(location, str) and location not in remote),
+    ]
     # A NUL in a hostile path is a ValueError.
     found = []
-    for place in places:
+    for location in locations:
         with contextlib.suppress(OSError, ValueError):
-            if place.is_dir() and place.resolve() not in found:
-                found.append(place.resolve())
+            if location.is_dir() and location.resolve() not in found:
+                found.append(location.resolve())
     return found
 
 

@@ -43,16 +43,16 @@ def time_by_phase(run: RunFiles) -> Html:
     totals = dict(list(phase_totals(run).items())[:20])
     if not totals:
         return _none("No time by phase was recorded.")
-    whole, steps = sum(totals.values()), run.train[-1]["step"] if run.train else 0
+    total, steps = sum(totals.values()), run.train[-1]["step"] if run.train else 0
     rows = []
     for phase, seconds in totals.items():
         name = join([Html(f'<span class="key c{_color(phase)}">'), phase, Html("</span>")])
         of_step = duration(seconds / steps) if steps and phase in OF_A_STEP else ""
-        share = seconds / whole
+        share = seconds / total
         rows.append(
             (name, duration(seconds), f"{100 * share:.1f} %", of_step, tag("small", _MEANING.get(phase, "")))
         )  # fmt: skip
-    parts = bar([(seconds / whole, _color(phase)) for phase, seconds in totals.items()])
+    parts = bar([(seconds / total, _color(phase)) for phase, seconds in totals.items()])
     shown = table(("phase", "in total", "share", "per step", ""), rows, numbers=(1, 2, 3))
     device = run.attempts[-1].start.get("device") if run.attempts else "cpu"
     note = "Seconds of rank 0's process."
@@ -86,8 +86,8 @@ def memory(run: RunFiles) -> Html:
     head += [Html('<span class="key c0">measured</span>')] if peak else []
     shown = table((*head, ""), rows, numbers=(1, 2) if peak else (1,))
     if peak:
-        whole = finite(measured.get("resident"))
-        resident = f"; highest resident memory of the process: {readable(int(whole))}" if whole else ""
+        total = finite(measured.get("resident"))
+        resident = f"; highest resident memory of the process: {readable(int(total))}" if total else ""
         note = (
             f"Measured at the peak of step {measured.get('step')}, in its {measured.get('phase')}{resident}. Process: "
             f"interpreter and libraries, which the measured categories leave out."

@@ -37,14 +37,14 @@ def state(run: RunFiles) -> tuple[str, str, str]:
 
 def duration(seconds: float) -> str:
     """Format seconds as ``12.3 s``, ``4 min 05 s``, ``3 h 12 min`` or ``2 d 4 h``."""
-    whole = round(seconds)
+    total = round(seconds)
     if seconds < 60:
         return f"{seconds:.3g} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole // 60 % 60:02} min"
-    return f"{whole // 86400} d {whole // 3600 % 24} h"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02} s"
+    if total < 86400:
+        return f"{total // 3600} h {total // 60 % 60:02} min"
+    return f"{total // 86400} d {total // 3600 % 24} h"
 
 
 def trained_seconds(run: RunFiles) -> float:

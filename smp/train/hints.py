@@ -39,12 +39,12 @@ def next_commands(started: str, launch: Launch, found: Results, *, max_steps: in
     given = sys.argv[1:]
     make = started == "make" and given[: len(DEMO)] == DEMO
     activated = shutil.which("python") == sys.executable
-    places = [shown(found.curves)] if found.curves else []
+    locations = [shown(found.curves)] if found.curves else []
     if found.tensorboard:
         tensorboard = "tensorboard" if activated else shown(Path(sys.executable).with_name("tensorboard"))
-        places.append(shlex.join([tensorboard, "--logdir", shown(found.tensorboard[0])]))
-    if places:
-        yield f"curves:    {', or '.join(places)}"
+        locations.append(shlex.join([tensorboard, "--logdir", shown(found.tensorboard[0])]))
+    if locations:
+        yield f"curves:    {', or '.join(locations)}"
     more = [] if resumes else ["--resume_from_checkpoint", "latest"]
     kept = without(given[len(DEMO) :], "--max_steps") if make else []
     further = shlex.join([*kept, "--max_steps", str(max_steps), *more])

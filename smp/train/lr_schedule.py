@@ -120,8 +120,8 @@ def _smp_v2_lr(config: LRConfig, step: int) -> float:
         value = lr / 2.0 * (math.cos(math.pi * done / horizon) + 1)
     elif style == "exponential":
         value = lr * math.exp(-0.693 * done / horizon)
-    elif style == "plateau" and step > (held := warmup + config.plateau * horizon):
-        value = lr * (horizon - step) / (horizon - held) if step < horizon else 0.0
+    elif style == "plateau" and step > (plateau_end := warmup + config.plateau * horizon):
+        value = lr * (horizon - step) / (horizon - plateau_end) if step < horizon else 0.0
     else:
         value = lr
     return max(value, config.min_lr)

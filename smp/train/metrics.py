@@ -377,8 +377,8 @@ def _memory_text(memory: Mapping[str, float | None]) -> str:
 
 
 def _clock(seconds: float) -> str:
-    whole = max(round(seconds), 0)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    total = max(round(seconds), 0)
+    return f"{total // 3600}:{total // 60 % 60:02}:{total % 60:02}"
 
 
 def _spread(values: list[float]) -> dict[str, float]:

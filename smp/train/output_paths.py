@@ -23,15 +23,15 @@ def storages_of(config: TrainConfig, launch: Launch, run_dir: Path, model_name: 
     Raises:
         UserError: the package for a URL is not installed, or two would be written to one directory.
     """
-    places = config.checkpoint.checkpoint_dir or (str(run_dir / "checkpoints"),)
+    locations = config.checkpoint.checkpoint_dir or (str(run_dir / "checkpoints"),)
     if config.checkpoint.is_local:
-        folders = [local_directory(Path(place).absolute(), launch.rank, launch.world_size) for place in places]
+        folders = [local_directory(Path(location).absolute(), launch.rank, launch.world_size) for location in locations]
         return [Storage(folder, shared=False) for folder in folders]
-    urls = [place for place in places if is_url(place)]
+    urls = [location for location in locations if is_url(location)]
     folders = [run_dir / "checkpoints", *(run_dir / f"checkpoints-{number}" for number in range(2, len(urls) + 1))]
     staging = dict(zip(urls, folders, strict=False))
-    absolute = [place if is_url(place) else Path(place).absolute() for place in places]
-    storages = [storage_at(place, model_name, staging.get(str(place), run_dir)) for place in absolute]
+    absolute = [location if is_url(location) else Path(location).absolute() for location in locations]
+    storages = [storage_at(location, model_name, staging.get(str(location), run_dir)) for location in absolute]
     for storage in storages:
         if [other.directory.resolve() for other in storages].count(storage.directory.resolve()) > 1:
             raise UserError(
@@ -56,13 +56,13 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
         return
     model_dir = config.checkpoint.model_dir
     final = [model_dir] if model_dir and not is_url(model_dir) else []
-    places = [("output_dir", run_dir)]
-    folders = [place for place in config.checkpoint.checkpoint_dir if not is_url(place)]
-    places += [("checkpoint_dir", Path(folder).absolute()) for folder in folders]
-    places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
-    places += [("model_dir", Path(folder).resolve().parent) for folder in final]
+    locations = [("output_dir", run_dir)]
+    folders = [location for location in config.checkpoint.checkpoint_dir if not is_url(location)]
+    locations += [("checkpoint_dir", Path(folder).absolute()) for folder in folders]
+    locations += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
+    locations += [("model_dir", Path(folder).resolve().parent) for folder in final]
     problems = Problems()
-    for flag, directory in places:
+    for flag, directory in locations:
         problems.attempt(_probe_directory, flag, directory)
     if config.checkpoint.save_final_model:
         problems.attempt(refuse_foreign_files, Path(*final).absolute() if final else run_dir / "final")

@@ -199,10 +199,10 @@ def _refuse_logged(plan: RunPlan, *, fresh: bool) -> None:
     latest = settings.resume_from_checkpoint == LATEST
     died_early = latest and fresh and not saved and (logged <= first_due or interrupted)
     if logged and not died_early:
-        places = shlex.join(last.get("checkpoint_dir") or [str(plan.run_dir / "checkpoints")])
+        found = shlex.join(last.get("checkpoint_dir") or [str(plan.run_dir / "checkpoints")])
         raise UserError(
             f"{metrics} already contains the metrics of a run, up to step {logged}: resume that run with "
-            f"--resume_from_checkpoint latest and --checkpoint_dir {places}, where its checkpoints were, or where they "
+            f"--resume_from_checkpoint latest and --checkpoint_dir {found}, where its checkpoints were, or where they "
             f"are now; or choose another --output_dir"
         )
 
@@ -211,9 +211,9 @@ def _is_job(manifest: Manifest) -> bool:
     progress = manifest.run.get("progress")
     numbers = [*progress.values()] if isinstance(progress, dict) else [None]
     known = {field.name for field in dataclasses.fields(TrainState)}
-    whole = isinstance(progress, dict) and progress.keys() <= known and all(type(n) is int and n >= 0 for n in numbers)
+    valid = isinstance(progress, dict) and progress.keys() <= known and all(type(n) is int and n >= 0 for n in numbers)
     has_batch = type(manifest.run.get("global_batch_size")) is int
-    return whole and has_batch and isinstance(manifest.run.get("config", {}), dict)
+    return valid and has_batch and isinstance(manifest.run.get("config", {}), dict)
 
 
 def _check_script(path: Path | RemoteCheckpoint, manifest: Manifest, *, reset: bool) -> None:

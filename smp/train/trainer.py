@@ -258,11 +258,11 @@ def finish(trainer: Trainer, status: int) -> None:
         merged = (
             lora_merge.merged(trainer.model, plan.settings) if plan.settings[lora.Config].save_merged_model else None
         )
-        model, whole = merged or (trainer.model, None)
+        model, read = merged or (trainer.model, None)
         export_hf(
             model,
             final,
-            whole=whole,
+            read=read,
             hf_config=plan.model.hf_config,
             tokenizer_dir=Path(tokenizer).expanduser() if tokenizer else plan.model.tokenizer_dir,
             generation_dir=plan.model.generation_dir,

@@ -26,7 +26,7 @@ def exchanges(step):
     found = {}
     for text, count in step["collectives"].items():
         what, _, place = text.partition(" @ ")
-        if "parallel/context/exchange.py" in place:
+        if "parallel/context/functions.py" in place:
             found[what] = found.get(what, 0) + count
     assert all(count % BLOCKS == 0 for count in found.values())
     return {what: count // BLOCKS for what, count in found.items()}
@@ -39,7 +39,7 @@ def calls(step):
 
 
 def expected(ranks, exchange, again):
-    """The table of smp/parallel/context/exchange.py; recomputation repeats forward's ``again`` times."""
+    """The table of smp/parallel/context/functions.py; recomputation repeats forward's ``again`` times."""
     shifts = (ranks - 1) * (2 + again) + ranks
     return {
         "all_gather": {"allgather_base": 2 + again, "reduce_scatter_base": 1},

@@ -110,7 +110,7 @@ def test_sliding_windows_go_by_lengths():
     assert reads_of_attention(step) == []
 
 
-def test_tensor_parallel_exchanges_overlap_their_products():
+def test_tensor_parallel_collectives_overlap_their_products():
     found = report(*LLAMA, *TP8, *FULL)
     separate, overlapped = sent(found), sent(report(*LLAMA, *TP8, *FULL, "--tp_overlap", "1"))
     # Of each block 2 gathers and 1 reduction are recomputed. Besides the blocks: the head gathers, and reduces its

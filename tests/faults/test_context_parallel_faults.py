@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from smp.parallel.context import exchange
+from smp.parallel.context import functions
 from tests.clock import SharedClock, wait_until
 from tests.faults.jobs import LONG, at_call, checkpoints, watched_by
 from tests.job import run_job, running_job
@@ -41,7 +41,7 @@ def test_an_error_between_two_exchanges_ends_all(name, way, backend, tmp_path):
             raise KeyError("the third of the keys")
 
         if rank == 1:
-            inside(exchange.EXCHANGES[name], way, fail)
+            inside(functions.CP_COMM_TYPES[name], way, fail)
         watched_by(SharedClock(tmp_path / "clock"))
 
     words = [*CP, "--cp_comm_type", name, "--distributed_backend", backend, "--output_dir", tmp_path / "run"]
@@ -63,7 +63,7 @@ def test_an_error_between_two_exchanges_ends_all(name, way, backend, tmp_path):
 def test_a_rank_that_dies_between_two_exchanges_is_named(name, way, backend, tmp_path):
     def prepare(rank: int) -> None:
         if rank == 1:
-            inside(exchange.EXCHANGES[name], way, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            inside(functions.CP_COMM_TYPES[name], way, lambda: os.kill(os.getpid(), signal.SIGKILL))
         watched_by(SharedClock(tmp_path / "clock"))
 
     words = [*CP, "--cp_comm_type", name, "--distributed_backend", backend, "--output_dir", tmp_path / "run"]
@@ -81,7 +81,7 @@ def test_a_rank_that_stands_still_between_two_exchanges_is_named(tmp_path):
             os.kill(os.getpid(), signal.SIGSTOP)
 
         if rank == 1:
-            inside(exchange.EXCHANGES["p2p"], "forward", stop)
+            inside(functions.CP_COMM_TYPES["p2p"], "forward", stop)
         watched_by(clock, silent=1)
 
     words = [*CP, "--cp_comm_type", "p2p", "--watchdog_timeout", 2, "--output_dir", tmp_path / "run"]

@@ -11,7 +11,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("exchange", on_cpu.EXCHANGES)
+@pytest.mark.parametrize("exchange", on_cpu.CP_COMM_TYPES)
 @pytest.mark.parametrize("name", on_cpu.CASES)
 def test_the_kernels_compute_what_a_cpu_does(name, exchange, monkeypatch):
     case, inputs_of = on_cpu.CASES[name], on_cpu.inputs_of

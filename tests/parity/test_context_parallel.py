@@ -7,7 +7,7 @@ import itertools
 import pytest
 import transformers  # noqa: F401  imported before the ranks are forked
 
-from tests.context_parallel import EXCHANGES, Case, Choice, assert_parity, pairwise
+from tests.context_parallel import CP_COMM_TYPES, Case, Choice, assert_parity, pairwise
 from tests.reference import Layout
 
 # Name: ranks, and degrees.
@@ -26,7 +26,7 @@ LARGE = {
 }
 FACTORS = {
     "layout": list(LAYOUTS),
-    "exchange": EXCHANGES,
+    "exchange": CP_COMM_TYPES,
     "model": ["llama", "mistral", "gpt_neox", "llama_tied"],
     "key_heads": [1, 2, 8],
     "documents": [False, True],
@@ -96,7 +96,7 @@ def cross_of(exchange: str, world: int) -> list[Case]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", CP_COMM_TYPES)
 def test_every_head_count_document_and_model(exchange, world):
     assert_parity(cross_of(exchange, world))
 
@@ -104,7 +104,7 @@ def test_every_head_count_document_and_model(exchange, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE])
 def test_every_exchange_with_documents_and_recomputation(layout):
-    factors = {"exchange": EXCHANGES, "documents": [False, True], "mode": FACTORS["mode"]}
+    factors = {"exchange": CP_COMM_TYPES, "documents": [False, True], "mode": FACTORS["mode"]}
     others = {name: values[0] for name, values in FACTORS.items()}
     others |= {"layout": layout, "model": "mistral", "key_heads": 2, "offload": True}
     choices = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))

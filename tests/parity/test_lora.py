@@ -119,7 +119,7 @@ def check_files(model, settings, name, folder):
     """What is exported gives peft the values here; merged weights are peft's bit for bit."""
     export_hf(model, folder / "adapter")
     parameters, of = lora_merge.merged(model, settings)
-    export_hf(parameters, folder / "merged", hf_config=model.config, whole=of)
+    export_hf(parameters, folder / "merged", hf_config=model.config, read=of)
     ours = {key: whole(p).detach() for key, p in model.named_parameters() if p.requires_grad}
     if dist.get_rank() == 0:
         theirs = peft.PeftModel.from_pretrained(build_reference(name, torch.float64), folder / "adapter")

@@ -17,7 +17,7 @@ from smp.parallel.context.layout import Range, SequenceLayout, find_spans, split
 
 BATCH, HEADS, WIDTH, RANKS = 2, 4, 8, 4
 SCALE = 0.3
-EXCHANGES = ["all_gather", "p2p", "all_to_all"]
+CP_COMM_TYPES = ["all_gather", "p2p", "all_to_all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +83,8 @@ def calls_of(case: Case, exchange: str) -> list[tuple[tuple[Range, ...], list[tu
     if exchange == "all_to_all":
         return [(whole, [whole])]
     if exchange == "all_gather":
-        return [(own, [whole]) for own in layout.held]
-    return [(own, [layout.held[rank - step] for step in range(RANKS)]) for rank, own in enumerate(layout.held)]
+        return [(own, [whole]) for own in layout.ranges]
+    return [(own, [layout.ranges[rank - step] for step in range(RANKS)]) for rank, own in enumerate(layout.ranges)]
 
 
 def run(
@@ -148,14 +148,14 @@ def block(request, monkeypatch):
         monkeypatch.setattr(layouts, name, size)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", CP_COMM_TYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_is_the_dense_softmax(name, exchange, block):
     found = errors(CASES[name], *run(CASES[name], exchange))
     assert max(found.values()) <= 1e-14, found
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", CP_COMM_TYPES)
 @pytest.mark.parametrize("name", ["documents", "window of several parts", "one key head"])
 def test_bf16_is_close(name, exchange):
     # A number of bf16 is off by at most 2^-8 of itself, a probability or an output by a few of those.
@@ -285,7 +285,7 @@ def flash(monkeypatch):
     return written
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", CP_COMM_TYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_the_gpus_functions_compute_the_same(name, exchange, flash):
     case = CASES[name]

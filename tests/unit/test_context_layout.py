@@ -20,7 +20,7 @@ def columns_of(ranges: tuple[Range, ...]) -> list[int]:
 def test_every_column_is_held_once(balanced):
     for length, ranks, multiple in itertools.product(range(1, 50), (1, 2, 3, 4, 8), (1, 2, 3)):
         layout = split_columns(length, ranks, balanced=balanced, multiple=multiple)
-        held = [columns_of(ranges) for ranges in layout.held]
+        held = [columns_of(ranges) for ranges in layout.ranges]
         assert len(held) == ranks and sorted(itertools.chain(*held)) == list(range(layout.columns))
         assert {len(columns) for columns in held} == {layout.columns // ranks}
         parts = (2 if balanced else 1) * ranks * multiple
@@ -31,7 +31,7 @@ def test_every_column_is_held_once(balanced):
 @pytest.mark.parametrize("balanced", [False, True])
 def test_the_parts_of_all_ranks_can_be_put_in_order(balanced):
     layout = split_columns(41, 4, balanced=balanced)
-    held = [columns_of(ranges) for ranges in layout.held]
+    held = [columns_of(ranges) for ranges in layout.ranges]
     found = [column for rank, _, (first, last) in layout.in_order for column in held[rank][first:last]]
     assert found == list(range(layout.columns))
     assert all(columns_of((columns,)) == held[rank][first:last] for rank, columns, (first, last) in layout.in_order)
@@ -48,7 +48,7 @@ def seen_by_dense_mask(layout: SequenceLayout, rows: int, window: int | None) ->
 
 def work_of(layout: SequenceLayout, rank: int) -> int:
     """Pairs of a query of the rank and a key."""
-    spans = find_spans(layout, layout.held[rank], ((0, layout.columns),), None)
+    spans = find_spans(layout, layout.ranges[rank], ((0, layout.columns),), None)
     return sum(1 for span in spans for i in range(*span.queries) for j in range(*span.keys)
                if j - span.keys[0] <= i - span.queries[0] + span.shift)  # fmt: skip
 
@@ -66,8 +66,8 @@ def exchanges_of(layout: SequenceLayout) -> list[tuple[tuple[Range, ...], tuple[
     """Queries and keys of each attention of all_gather, of p2p and of all_to_all."""
     whole = ((0, layout.columns),)
     return [
-        *((own, whole) for own in layout.held),
-        *itertools.product(layout.held, layout.held),
+        *((own, whole) for own in layout.ranges),
+        *itertools.product(layout.ranges, layout.ranges),
         (whole, whole),
     ]
 
@@ -134,7 +134,7 @@ def test_a_query_sees_its_own_key_before_others(block, leaf, monkeypatch):
     monkeypatch.setattr(layouts, "_LEAF", leaf)
     for layout, rows, window in random_layouts(60):
         whole = ((0, layout.columns),)
-        for queries, keys in ((layout.held[-1], whole), (layout.held[0], layout.held[0]), (whole, whole)):
+        for queries, keys in ((layout.ranges[-1], whole), (layout.ranges[0], layout.ranges[0]), (whole, whole)):
             query_columns, key_columns = columns_of(queries), columns_of(keys)
             met: set[tuple[int, int]] = set()
             for span in find_spans(layout, queries, keys, window):
@@ -150,10 +150,10 @@ def test_a_query_sees_its_own_key_before_others(block, leaf, monkeypatch):
 
 def test_later_ranks_keys_are_not_seen():
     layout = split_columns(32, 4, balanced=False)
-    assert find_spans(layout, layout.held[0], layout.held[3], None) == ()
+    assert find_spans(layout, layout.ranges[0], layout.ranges[3], None) == ()
     # A window that does not reach back to a rank's keys needs nothing of them.
-    assert find_spans(layout, layout.held[3], layout.held[0], 17) == ()
-    assert len(find_spans(layout, layout.held[3], layout.held[0], 18)) == 1
+    assert find_spans(layout, layout.ranges[3], layout.ranges[0], 17) == ()
+    assert len(find_spans(layout, layout.ranges[3], layout.ranges[0], 18)) == 1
 
 
 def test_places_among_those_held():

@@ -11,8 +11,8 @@ from smp.mesh import lay_out
 from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.lora import Config as LoraConfig
 from smp.plan.closed_time import step_time
+from smp.plan.communication import collective_seconds, ring_seconds, sent_bytes
 from smp.plan.devices import DEVICES, DeviceRow, Efficiency
-from smp.plan.exchange import exchange_seconds, ring_seconds, sent_bytes
 from smp.train.preference import Config as PreferenceConfig
 
 ALL = Efficiency(1, 1, 1, 1, 1, 1)
@@ -48,8 +48,8 @@ def test_a_ring_over_whole_hosts_uses_all_cards():
 
 def test_a_shift_between_hosts_has_one_card():
     shift = ("send", 10**9, 16)
-    assert exchange_seconds(*shift, 16, GPU) == pytest.approx(0.1, rel=1e-3)
-    assert exchange_seconds(*shift, 8, GPU) == pytest.approx(1.0, rel=1e-3)
+    assert collective_seconds(*shift, 16, GPU) == pytest.approx(0.1, rel=1e-3)
+    assert collective_seconds(*shift, 8, GPU) == pytest.approx(1.0, rel=1e-3)
     assert sent_bytes(*shift, 16) == (10**9, 0) and sent_bytes(*shift, 8) == (875_000_000, 125_000_000)
 
 

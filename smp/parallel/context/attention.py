@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from smp.errors import UserError
-from smp.parallel.context.exchange import EXCHANGES, Attention, SequenceShard, copies_of_heads
+from smp.parallel.context.functions import CP_COMM_TYPES, Attention, SequenceShard, copies_of_heads
 from smp.parallel.context.kernels import GPU_DTYPES
 
 # Keyword that a model hands on to its attention function.
 SHARD = "sequence_shard"
 
 
-def name_of(exchange: str) -> str:
+def name_of(comm_type: str) -> str:
     """Return the name in transformers' registry."""
-    return f"smp_context_{exchange}"
+    return f"smp_context_{comm_type}"
 
 
 def splits_sequences(module: nn.Module) -> bool:
@@ -37,7 +37,7 @@ def _attend(
     sliding_window: int | None = None,
     sequence_shard: SequenceShard | None = None,
     *,
-    exchange: str,
+    comm_type: str,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend over the ranks of a sequence.
@@ -64,17 +64,17 @@ def _attend(
             f"under context parallelism attention's kernels on GPUs compute in bf16, and the model's queries are "
             f"{query.dtype}: call smp.parallelize(model, dtype=torch.bfloat16)"
         )
-    held = sum(last - first for first, last in sequence_shard.own)
-    if (query.shape[2], key.shape[2]) != (held, held):
+    local = sum(last - first for first, last in sequence_shard.own)
+    if (query.shape[2], key.shape[2]) != (local, local):
         raise UserError(
-            f"under context parallelism a model takes the {held} tokens that smp.shard_sequence gave, and no "
+            f"under context parallelism a model takes the {local} tokens that smp.shard_sequence gave, and no "
             f"past_key_values: got {query.shape[2]} queries and {key.shape[2]} keys"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention = Attention(sequence_shard, scale, sliding_window)
-    if exchange == "all_to_all" and (copies := copies_of_heads(key.shape[1], sequence_shard.role.size)) > 1:
+    if comm_type == "all_to_all" and (copies := copies_of_heads(key.shape[1], sequence_shard.role.size)) > 1:
         key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
-    return EXCHANGES[exchange].apply(query, key, value, attention).transpose(1, 2), None
+    return CP_COMM_TYPES[comm_type].apply(query, key, value, attention).transpose(1, 2), None
 
 
 @functools.cache
@@ -82,5 +82,5 @@ def register() -> None:
     """Register the functions; transformers makes no masks for them."""
     from transformers import AttentionInterface
 
-    for exchange in EXCHANGES:
-        AttentionInterface.register(name_of(exchange), functools.partial(_attend, exchange=exchange))
+    for comm_type in CP_COMM_TYPES:
+        AttentionInterface.register(name_of(comm_type), functools.partial(_attend, comm_type=comm_type))

@@ -12,7 +12,7 @@ from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, shift_labels
 from smp.mesh import Mesh
 from smp.microbatch import Microbatch
-from smp.parallel.context.exchange import SequenceShard
+from smp.parallel.context.functions import SequenceShard
 from smp.parallel.context.layout import Range, split_columns
 
 _TAKEN = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "document_bounds")
@@ -61,7 +61,7 @@ def cut(batch: Microbatch, mesh: Mesh, *, balanced: bool) -> Microbatch:
         positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     starts = _starts(batch, positions)
     layout = split_columns(ids.shape[1], mesh.cp.size, balanced=balanced, multiple=mesh.tp.size, starts=starts)
-    own, extra = layout.held[mesh.cp.rank], layout.columns - ids.shape[1]
+    own, extra = layout.ranges[mesh.cp.rank], layout.columns - ids.shape[1]
     last = positions[:, -1:].expand(-1, extra)  # one more would be another length to some rotary embeddings
     found: Microbatch = {
         "input_ids": _take(F.pad(ids, (0, extra)), own),

@@ -125,9 +125,9 @@ def _rows(row: int | None) -> slice:
     return slice(None) if row is None else slice(row, row + 1)
 
 
-def _at(tensor: torch.Tensor, rows: slice, places: Range) -> torch.Tensor:
-    """Return some rows' places of ``(batch, heads, places, ...)``."""
-    return tensor[rows, :, places[0] : places[1]]
+def _at(tensor: torch.Tensor, rows: slice, positions: Range) -> torch.Tensor:
+    """Return some rows' positions of ``(batch, heads, positions, ...)``."""
+    return tensor[rows, :, positions[0] : positions[1]]
 
 
 def _band(queries: int, keys: int, above: int, dtype: torch.dtype) -> torch.Tensor:
@@ -174,9 +174,11 @@ def _add_gradients_on_cpu(
             _at(value, rows, piece.keys), _at(found.out, rows, piece.queries), _at(found.lse, rows, piece.queries),
             0.0, piece.kind == "causal", **_options(piece, query.dtype, scale),
         )  # fmt: skip
-        places_of_each = piece.queries, piece.keys, piece.keys
-        for whole, part, places in zip((gradients.query, *gradients.key_value), parts, places_of_each, strict=True):
-            _at(whole, rows, places).add_(part)
+        positions_of_each = piece.queries, piece.keys, piece.keys
+        for full, part, positions in zip(
+            (gradients.query, *gradients.key_value), parts, positions_of_each, strict=True
+        ):
+            _at(full, rows, positions).add_(part)
 
 
 # On GPUs: the flash kernels of packed sequences, which align the last query with the last key; a call for all spans
@@ -187,7 +189,7 @@ class _Packed(NamedTuple):
     """Spans as packed sequences.
 
     Attributes:
-        queries, keys: places in the flattened batch, ``(tokens,)`` int64.
+        queries, keys: positions in the flattened batch, ``(tokens,)`` int64.
         query_bounds, key_bounds: where each span begins, and the end, ``(spans + 1,)`` int32.
         longest_query, longest_key: tokens, of keys at least as many as of queries.
         left, right: tokens that a query sees before and after the one it is aligned with; None: all.
@@ -223,29 +225,29 @@ def _packed(
         cut = window is not None and count + span.shift > window
         left = window - 1 - span.shift + aligned if cut and window is not None else None
         for row in range(batch) if span.row is None else (span.row,):
-            places = tuple(
+            positions = tuple(
                 (row * length + first, row * length + last)
                 for length, (first, last) in ((queries, span.queries), (keys, span.keys))
             )
-            groups.setdefault((left, right, turn), []).append(places)  # type: ignore[arg-type]
+            groups.setdefault((left, right, turn), []).append(positions)  # type: ignore[arg-type]
     return tuple(_pack(members, left, right, device) for (left, right, _), members in groups.items())
 
 
 def _pack(members: list[tuple[Range, Range]], left: int | None, right: int | None, device: torch.device) -> _Packed:
-    places, bounds, longest = [], [], []
+    positions, bounds, longest = [], [], []
     for ranges in zip(*members, strict=True):
         lengths = [last - first for first, last in ranges]
-        places.append(torch.cat([torch.arange(first, last) for first, last in ranges]))
+        positions.append(torch.cat([torch.arange(first, last) for first, last in ranges]))
         bounds.append(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int())
         longest.append(max(lengths))
-    queries, keys, query_bounds, key_bounds = (to_device(each, device) for each in (*places, *bounds))
+    queries, keys, query_bounds, key_bounds = (to_device(each, device) for each in (*positions, *bounds))
     # Beside a bound on one side, the kernel takes none on the other for one of the longest keys: too few for the first
     # of more queries than keys.
     return _Packed(queries, keys, query_bounds, key_bounds, longest[0], max(longest), left, right)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """``(batch, heads, places, width)`` to ``(batch x places, heads, width)``."""
+    """``(batch, heads, positions, width)`` to ``(batch x positions, heads, width)``."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
@@ -291,9 +293,9 @@ def _add_gradients_on_gpu(
             group.key_bounds, group.longest_query, group.longest_key, 0.0,
             _is_causal(group), state, unused, **_flash_options(group, scale),
         )  # fmt: skip
-        for whole, part, places in zip(
+        for full, part, positions in zip(
             (gradients.query, *gradients.key_value), parts, (group.queries, group.keys, group.keys), strict=True
         ):
-            batch, _, length, _ = whole.shape
-            added = torch.zeros_like(whole).transpose(1, 2).flatten(0, 1).index_add_(0, places, part.to(whole.dtype))
-            whole.add_(added.view(batch, length, *added.shape[1:]).transpose(1, 2))
+            batch, _, length, _ = full.shape
+            added = torch.zeros_like(full).transpose(1, 2).flatten(0, 1).index_add_(0, positions, part.to(full.dtype))
+            full.add_(added.view(batch, length, *added.shape[1:]).transpose(1, 2))

@@ -22,29 +22,29 @@ class SequenceLayout:
     """Rows of tokens split over ranks.
 
     Attributes:
-        held: for each rank, the ranges of columns that it holds, in order; the same number of columns for all.
+        ranges: for each rank, the ranges of columns that it holds, in order; the same number of columns for all.
         starts: for each row, the columns at which its documents begin, from 0 on; a single entry stands for all rows.
     """
 
-    held: tuple[tuple[Range, ...], ...]
+    ranges: tuple[tuple[Range, ...], ...]
     starts: tuple[tuple[int, ...], ...] = ((0,),)
 
     @property
     def columns(self) -> int:
-        """Columns of a whole row, padding included."""
-        return sum(stop - first for ranges in self.held for first, stop in ranges)
+        """Columns of a row, padding included."""
+        return sum(stop - first for ranges in self.ranges for first, stop in ranges)
 
     @property
     def in_order(self) -> list[tuple[int, Range, Range]]:
         """Rank, columns, and where the rank holds them, in the order of the columns."""
         return sorted(
-            ((rank, columns, here) for rank, ranges in enumerate(self.held) for columns, here in located(ranges)),
+            ((rank, columns, here) for rank, ranges in enumerate(self.ranges) for columns, here in located(ranges)),
             key=lambda each: each[1],
         )
 
 
 def located(ranges: tuple[Range, ...]) -> list[tuple[Range, Range]]:
-    """Return each range of columns with its place among all that are held."""
+    """Return each range of columns with its position among those of the rank."""
     lengths = [stop - first for first, stop in ranges]
     ends = itertools.accumulate(lengths)
     return [(each, (end - length, end)) for each, length, end in zip(ranges, lengths, ends, strict=True)]
@@ -67,8 +67,8 @@ def split_columns(
     parts = 2 * ranks if balanced else ranks
     part = -(-length // (parts * multiple)) * multiple
     ranges = [(index * part, (index + 1) * part) for index in range(parts)]
-    held = [(ranges[rank], ranges[parts - 1 - rank]) if balanced else (ranges[rank],) for rank in range(ranks)]
-    return SequenceLayout(tuple(held), starts)
+    by_rank = [(ranges[rank], ranges[parts - 1 - rank]) if balanced else (ranges[rank],) for rank in range(ranks)]
+    return SequenceLayout(tuple(by_rank), starts)
 
 
 class Span(NamedTuple):
@@ -78,7 +78,7 @@ class Span(NamedTuple):
 
     Attributes:
         row: of the batch; None: every row.
-        queries, keys: places among those held.
+        queries, keys: positions among those of the rank.
         shift: how far the first query is behind the first key.
     """
 
@@ -122,7 +122,7 @@ class Piece(NamedTuple):
     """A part of a span that one call of a kernel computes.
 
     Attributes:
-        queries, keys: places among those held.
+        queries, keys: positions among those of the rank.
         kind: ``causal``: as many queries as keys, of which the i-th sees the first i; ``full``: all see all;
             ``band``: query i sees the keys j with ``j - i > above``.
     """

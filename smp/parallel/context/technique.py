@@ -93,14 +93,14 @@ def is_split(model: nn.Module) -> bool:
     return str(getattr(model, attention.KIND, "")).startswith(name_of(""))
 
 
-def split_sequences(model: nn.Module, exchange: str) -> None:
+def split_sequences(model: nn.Module, comm_type: str) -> None:
     """Let a Hugging Face model's blocks attend over the ranks of a sequence, in place.
 
     Args:
-        exchange: a value of ``--cp_comm_type``.
+        comm_type: a value of ``--cp_comm_type``.
     """
     register()
-    attention.use(model, name_of(exchange))
+    attention.use(model, name_of(comm_type))
     forward = model.forward
 
     @functools.wraps(forward)
@@ -129,10 +129,10 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     size, wide = work.compute_bytes, max(work.compute_bytes, 4)
     queries = shape.attention or shape.hidden
     keys = shape.key_value // shape.hidden or 2 * queries  # and values
-    exchange = work.settings[Config].cp_comm_type
-    if exchange == "all_gather":  # those of the whole sequence, and their gradients
+    comm_type = work.settings[Config].cp_comm_type
+    if comm_type == "all_gather":  # those of the whole sequence, and their gradients
         of_token = mesh.cp.size * keys * (size + wide)
-    elif exchange == "p2p":  # those that are here and that come, and of their gradients those that leave, too
+    elif comm_type == "p2p":  # those that are here and that come, and of their gradients those that leave, too
         of_token = keys * (2 * size + 3 * wide)
     else:  # gradients, and what is sent and received of them
         of_token = (queries + keys) * (wide + 3 * size)
@@ -142,7 +142,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 
 def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     """Count the communication of attention, and what its results are packed and merged with."""
-    cp, tp, exchange = mesh.cp.size, mesh.tp.size, work.settings[Config].cp_comm_type
+    cp, tp, comm_type = mesh.cp.size, mesh.tp.size, work.settings[Config].cp_comm_type
     if cp == 1:
         return Traffic()
     tokens, heads, key_value_heads = work.tokens(mesh), shape.heads, shape.key_value_heads or shape.heads
@@ -153,15 +153,15 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     def sent(kind: str, values: float, times: int, hidden_by: str = "", size: int = work.compute_bytes) -> Sent:
         return Sent(kind, size * tokens * values / tp, "cp", times, hidden_by)
 
-    if exchange == "p2p":
+    if comm_type == "p2p":
         found = [
             sent("send", keys, forwards * (cp - 1), "forward"), sent("send", keys, backward * (cp - 1), "backward"),
             sent("send", keys, backward * cp, "backward", _REDUCE_BYTES),
         ]  # fmt: skip
-    elif exchange == "all_gather":
+    elif comm_type == "all_gather":
         found = [sent("all_gather", cp * keys, forwards + backward), sent("reduce_scatter", cp * keys, backward)]
     else:
         copied = math.lcm(key_value_heads // tp or 1, cp) / (key_value_heads / tp)
         found = [sent("all_to_all", values, forwards + backward) for values in (width + copied * keys, width)]
-    seen, turns = cp if exchange == "all_gather" else 1, cp / 2 if exchange == "p2p" else 1
+    seen, turns = cp if comm_type == "all_gather" else 1, cp / 2 if comm_type == "p2p" else 1
     return Traffic(found, _MERGED_BYTES * tokens * turns * (width + seen * keys) / tp)

@@ -54,7 +54,7 @@ class ReducePartial(Function):
 def gathered_linears(
     tp: TPGroup, products: Sequence[Product], part: torch.Tensor, parameters: Sequence[Sequence[torch.Tensor | None]]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Gather the tokens of all ranks and compute the column-parallel layers of them in one exchange.
+    """Gather the tokens of all ranks and compute the column-parallel layers of them in one collective.
 
     Args:
         tp: the group, with sequence parallelism.
@@ -79,7 +79,7 @@ def gathered_linears(
 
 
 class _RowProduct(Function):
-    """A row-parallel layer's place in the graph: what backward needs, and backward; the result has no values.
+    """A row-parallel layer's node in the graph: what backward needs, and backward; the result has no values.
 
     It is saved before the exchange, so that recomputation of a block stops before its last one.
     """
@@ -105,10 +105,10 @@ class _RowProduct(Function):
 
 
 class _Values(Function):
-    """Values for a place in the graph."""
+    """Values of a placeholder in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, place: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, placeholder: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return values
 
     @staticmethod
@@ -119,7 +119,7 @@ class _Values(Function):
 def reduced_linear(
     tp: TPGroup, product: Product, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a row-parallel layer and reduce it to this rank's tokens in one exchange; so is its gradient gathered.
+    """Compute a row-parallel layer and reduce it to this rank's tokens in one collective; so is its gradient gathered.
 
     Args:
         tp: the group, with sequence parallelism.
@@ -131,11 +131,11 @@ def reduced_linear(
     Returns:
         ``(batch, sequence / size, outputs)``.
     """
-    place = _RowProduct.apply(tp, product, x, weight, *own)
+    placeholder = _RowProduct.apply(tp, product, x, weight, *own)
     with torch.no_grad(), one_product(product, multiplied=True):
         tokens, matrix = product.as_one(by_token(x), weight, *own)
         total = tp.reduce_product(tokens, matrix.t())
-    return _Values.apply(place, total.view(place.shape))
+    return _Values.apply(placeholder, total.view(placeholder.shape))
 
 
 class SumGradients(Function):

@@ -43,7 +43,7 @@ def fused_rows(kinds: Sequence[str], rows: int, *, heads: int, key_value: int, r
 
     Args:
         kinds: of its outputs, one after the other.
-        rows: of the whole layer.
+        rows: of the unsplit layer.
         heads, key_value: numbers of heads.
         rank, tp: the rank in the group.
     """
@@ -58,7 +58,7 @@ def fused_rows(kinds: Sequence[str], rows: int, *, heads: int, key_value: int, r
     return torch.cat(found)
 
 
-class RowExchange:
+class RowRedistribution:
     """All-to-all of a weight's rows: each rank stores consecutive ones, and needs others.
 
     Args:
@@ -79,34 +79,34 @@ class RowExchange:
         # Rows arrive by owner.
         self.order = torch.argsort(own, stable=True).to(tp.device)
 
-    def bring(self, held: torch.Tensor) -> torch.Tensor:
+    def gather_rows(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the rows that this rank needs; collective.
 
         Args:
-            held: ``(rows held, columns)``.
+            stored: ``(rows stored here, columns)``.
         """
-        arrived = held.new_empty(len(self.order), held.shape[1])
-        dist.all_to_all_single(arrived, held[self.send], self.received, self.sent, group=self.tp.group)
+        arrived = stored.new_empty(len(self.order), stored.shape[1])
+        dist.all_to_all_single(arrived, stored[self.send], self.received, self.sent, group=self.tp.group)
         return torch.empty_like(arrived).index_copy_(0, self.order, arrived)
 
-    def give_back(self, gradient: torch.Tensor, held: int) -> torch.Tensor:
+    def reduce_rows(self, gradient: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the sum of the ranks' gradients of the rows that this rank stores; collective."""
         arrived = gradient.new_empty(len(self.send), gradient.shape[1])
         dist.all_to_all_single(arrived, gradient[self.order], self.sent, self.received, group=self.tp.group)
-        return gradient.new_zeros(held, gradient.shape[1]).index_add_(0, self.send, arrived)
+        return gradient.new_zeros(rows, gradient.shape[1]).index_add_(0, self.send, arrived)
 
 
-class ExchangeRows(Function):
+class RedistributeRows(Function):
     """Rows stored to rows needed; gradients go back."""
 
     @staticmethod
-    def forward(ctx: Any, held: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
-        ctx.exchange, ctx.held = exchange, len(held)
-        return exchange.bring(held)
+    def forward(ctx: Any, stored: torch.Tensor, redistribution: RowRedistribution) -> torch.Tensor:
+        ctx.redistribution, ctx.rows = redistribution, len(stored)
+        return redistribution.gather_rows(stored)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.exchange.give_back(gradient, ctx.held), None
+        return ctx.redistribution.reduce_rows(gradient, ctx.rows), None
 
 
 class SumOverRanks(Function):

@@ -22,7 +22,7 @@ from smp.parallel.tensor.functions import (
     gathered_linears,
     reduced_linear,
 )
-from smp.parallel.tensor.fused import ExchangeRows, RowExchange, SumOverRanks
+from smp.parallel.tensor.fused import RedistributeRows, RowRedistribution, SumOverRanks
 from smp.parallel.tensor.group import TPGroup
 
 
@@ -99,16 +99,16 @@ class ColumnParallel:
         tp: the group.
         linears: the layers.
         slices: of a layer with a replicated weight or bias, the rows that this rank computes.
-        exchanges: of a fused layer, how the rows of its weight come here.
+        redistributions: of a fused layer, how the rows of its weight come here.
         replicated: holds replicated weights.
     """
 
     def __init__(
-        self, tp: TPGroup, linears: list[nn.Linear], slices: Mapping[int, Any], exchanges: Mapping[int, RowExchange],
-        replicated: ReplicatedParams,
+        self, tp: TPGroup, linears: list[nn.Linear], slices: Mapping[int, Any],
+        redistributions: Mapping[int, RowRedistribution], replicated: ReplicatedParams,
     ):  # fmt: skip
         self.tp, self.linears, self.slices, self.replicated = tp, linears, slices, replicated
-        self.exchanges = exchanges
+        self.redistributions = redistributions
         self._names = [("weight", "bias", *product_of(layer).own) for layer in linears]
         self._indices = [
             {name: replicated.index_of(layer, name) for name in names}
@@ -149,8 +149,8 @@ class ColumnParallel:
         tensor = by_rows(layer, own) if name == "weight" else own
         if replica is not None and product_of(layer).own.get(name, "outputs") == "outputs":
             return tensor[self.slices[index]]  # type: ignore[index]
-        exchanged = name == "weight" and index in self.exchanges
-        return ExchangeRows.apply(tensor, self.exchanges[index]) if exchanged else tensor
+        redistributed = name == "weight" and index in self.redistributions
+        return RedistributeRows.apply(tensor, self.redistributions[index]) if redistributed else tensor
 
     def _parameters(self) -> list[list[torch.Tensor | None]]:
         return [[self._parameter(index, name) for name in names] for index, names in enumerate(self._names)]

@@ -19,7 +19,7 @@ from smp.parallel.linear import is_transposed, product_of
 from smp.parallel.loss import SPLIT_HEAD, SplitHead
 from smp.parallel.technique import draws
 from smp.parallel.tensor.forward import split_forward
-from smp.parallel.tensor.fused import RowExchange, fused_rows, share_of, split_norm
+from smp.parallel.tensor.fused import RowRedistribution, fused_rows, share_of, split_norm
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.layers import (
     ColumnParallel,
@@ -136,7 +136,7 @@ class _PartSplitter:
         self.where = f"{type(block).__name__}.{part.module}"
         self.module: Any = _child(block, part.module, type(block).__name__)
         self.slices: dict[int, Any] = {}
-        self.exchanges: dict[int, RowExchange] = {}
+        self.redistributions: dict[int, RowRedistribution] = {}
 
     def _heads_of(self, path: str) -> int | None:
         if not self.part.heads:
@@ -152,7 +152,8 @@ class _PartSplitter:
         if kinds is not None:
             number = {"heads": self.sizes.heads, "key_value": self.sizes.key_value_heads}
             needed = [fused_rows(kinds, rows, **number, rank=rank, tp=tp) for rank in range(tp.size)]
-            self.exchanges[index], self.slices[index] = RowExchange(tp, needed, rows), needed[tp.rank].to(tp.device)
+            self.redistributions[index] = RowRedistribution(tp, needed, rows)
+            self.slices[index] = needed[tp.rank].to(tp.device)
         elif heads is None or heads % tp.size == 0:
             self.slices[index] = slice(*tp.bounds(rows))
         else:
@@ -213,7 +214,7 @@ class _PartSplitter:
             else:
                 self.replicated.params.append(Replicated(row, name, True))
         self._set_counts()
-        columns = ColumnParallel(tp, linears, self.slices, self.exchanges, self.replicated)
+        columns = ColumnParallel(tp, linears, self.slices, self.redistributions, self.replicated)
         # A part that forks the generators for nothing would draw once from those that the ranks share.
         random = draws(module) or (part.heads and attention_dropout(hf_config) > 0)
         split_part(tp, module, columns, row, self.replicated, random=random)

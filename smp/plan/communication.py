@@ -38,7 +38,7 @@ def sent_bytes(kind: str, nbytes: int, ranks: int, on_host: int) -> tuple[int, i
     return round(sent * (1 - outside)), round(sent * outside)
 
 
-def exchange_seconds(kind: str, nbytes: float, ranks: int, on_host: int, row: DeviceRow) -> float:
+def collective_seconds(kind: str, nbytes: float, ranks: int, on_host: int, row: DeviceRow) -> float:
     """Return the seconds of a collective by a data sheet's links and network.
 
     Args:

@@ -17,15 +17,15 @@ from smp.config import ActivationConfig
 from smp.mesh import Mesh
 from smp.models.registry import family_of
 from smp.parallel.activation_checkpoint import apply_activation_checkpointing
-from smp.parallel.context import exchange as exchanges
+from smp.parallel.context import functions as exchanges
 from smp.parallel.context.batch import shard_batch
-from smp.parallel.context.exchange import copies_of_heads
+from smp.parallel.context.functions import copies_of_heads
 from smp.parallel.context.technique import split_sequences
 from smp.parallel.parallelize import parallelize
 from smp.parallel.technique import model_blocks
 from tests.context_parallel import (
     BLOCKS,
-    EXCHANGES,
+    CP_COMM_TYPES,
     HEADS,
     HIDDEN,
     ROWS,
@@ -95,7 +95,7 @@ def traffic_of(model: nn.Module, exchange: str, mesh: Mesh, mode: str) -> tuple[
 
 
 def expected(exchange: str, ranks: int, key_heads: int, item: int) -> tuple[Traffic, Traffic]:
-    """The table of :mod:`smp.parallel.context.exchange`, for all blocks; gradients on their way round are in fp32."""
+    """The table of :mod:`smp.parallel.context.functions`, for all blocks; gradients on their way round are in fp32."""
     values = ROWS * LENGTH // ranks * WIDTH
     key_value = 2 * key_heads * values * item
     if exchange == "all_gather":
@@ -113,7 +113,7 @@ def _check_traffic(ranks: int, cases: list[tuple[str, int, torch.dtype]]) -> Non
     mesh = Layout("full_shard", cp=ranks).mesh()
     for name, key_heads, dtype in cases:
         model = build(config_of(name, key_heads), dtype)
-        for exchange in EXCHANGES:
+        for exchange in CP_COMM_TYPES:
             forward, backward = expected(exchange, ranks, key_heads, dtype.itemsize)
             found = traffic_of(model, exchange, mesh, "none")
             assert [*map(sorted_, found)] == [*map(sorted_, (forward, backward))], (name, exchange, found)
@@ -147,7 +147,7 @@ def test_heads_are_copied_until_ranks_divide_them(heads, ranks, copies):
 
 def _check_probe(names: list[str], ranks: int) -> None:
     """Change a token of one document: logits and the gradients of hidden states of the others keep their bits."""
-    for name, exchange, cut in ((n, e, c) for n in names for e in EXCHANGES for c in (True, False)):
+    for name, exchange, cut in ((n, e, c) for n in names for e in CP_COMM_TYPES for c in (True, False)):
         layout = Layout("full_shard", cp=ranks, exchange=exchange)
         mesh = layout.mesh()
         model = parallelize(
@@ -218,7 +218,7 @@ def _check_saved(ranks: int) -> None:
         plain = build(config, dtype)
         ids = torch.arange(2 * length).view(2, length) % VOCABULARY
         of_all = saved_bytes(plain, {"input_ids": ids})
-        for exchange in EXCHANGES:
+        for exchange in CP_COMM_TYPES:
             model = copy.deepcopy(plain)
             split_sequences(model, exchange)
             found = saved_bytes(model, shard_batch({"input_ids": ids}, mesh))

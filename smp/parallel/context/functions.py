@@ -3,7 +3,7 @@
 Per layer and micro-batch, with n ranks:
 
 =========== =============================== ================================================
-exchange    forward                         backward
+comm_type   forward                         backward
 =========== =============================== ================================================
 all_gather  1 all_gather of keys and values 1 all_gather, 1 reduce_scatter of their gradients
 p2p         n - 1 shifts to the next rank   n - 1 shifts, and n of the gradients, home
@@ -47,10 +47,10 @@ class SequenceShard:
     @property
     def own(self) -> tuple[Range, ...]:
         """The columns of this rank."""
-        return self.layout.held[self.role.rank]
+        return self.layout.ranges[self.role.rank]
 
     @property
-    def whole(self) -> tuple[Range, ...]:
+    def full(self) -> tuple[Range, ...]:
         """All columns."""
         return ((0, self.layout.columns),)
 
@@ -100,13 +100,13 @@ def _in_order(parts: Sequence[torch.Tensor], layout: SequenceLayout, dim: int) -
     return torch.cat(pieces, dim)
 
 
-def _by_rank(whole: torch.Tensor, layout: SequenceLayout, dim: int, dtype: torch.dtype) -> torch.Tensor:
+def _by_rank(full: torch.Tensor, layout: SequenceLayout, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the columns of each rank, along ``dim``: ``(ranks, ...)``."""
-    shape = list(whole.shape)
-    shape[dim] //= len(layout.held)
-    parts = whole.new_empty(len(layout.held), *shape, dtype=dtype)
-    for part, held in zip(parts, layout.held, strict=True):
-        torch.cat([whole.narrow(dim, first, last - first) for first, last in held], dim, out=part)
+    shape = list(full.shape)
+    shape[dim] //= len(layout.ranges)
+    parts = full.new_empty(len(layout.ranges), *shape, dtype=dtype)
+    for part, ranges in zip(parts, layout.ranges, strict=True):
+        torch.cat([full.narrow(dim, first, last - first) for first, last in ranges], dim, out=part)
     return parts
 
 
@@ -128,17 +128,17 @@ class GatheredAttention(Function):
     def forward(  # type: ignore[override]
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        whole = _gather(torch.stack([key, value]), attention)
-        found = attention.attend(query, whole, attention.seen(attention.shard.own, attention.shard.whole))
+        full = _gather(torch.stack([key, value]), attention)
+        found = attention.attend(query, full, attention.seen(attention.shard.own, attention.shard.full))
         return _finish(ctx, attention, found, query, key, value)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         attention, (query, key, value, out, lse) = ctx.attention, ctx.saved_tensors
-        whole = _gather(torch.stack([key, value]), attention)
-        seen = attention.seen(attention.shard.own, attention.shard.whole)
-        sums = attention.gradients(gradient, query, whole, Attended(out, lse), seen)
-        del whole
+        full = _gather(torch.stack([key, value]), attention)
+        seen = attention.seen(attention.shard.own, attention.shard.full)
+        sums = attention.gradients(gradient, query, full, Attended(out, lse), seen)
+        del full
         parts = _by_rank(sums.key_value, attention.shard.layout, 3, key.dtype)
         own = parts.new_empty(parts.shape[1:])
         reduce_scatter_single(own.view(-1), parts.view(-1), group=attention.shard.role.group)
@@ -207,12 +207,12 @@ def _passing(key_value: torch.Tensor, attention: Attention) -> Iterator[tuple[to
     for step in range(role.size):
         shift = _Shift(key_value, role) if step < role.size - 1 else None
         source = (role.rank - step) % role.size
-        yield key_value, attention.seen(attention.shard.own, attention.shard.layout.held[source])
+        yield key_value, attention.seen(attention.shard.own, attention.shard.layout.ranges[source])
         if shift is not None:
             key_value = shift.wait()
 
 
-class ExchangedAttention(Function):
+class UlyssesAttention(Function):
     """Args as :class:`GatheredAttention`'s, with heads that the ranks divide: each attends all tokens of its heads."""
 
     @staticmethod
@@ -221,30 +221,30 @@ class ExchangedAttention(Function):
     ) -> torch.Tensor:
         size = attention.shard.role.size
         ctx.heads = [tensor.shape[1] // size for tensor in (query, key, value)]
-        whole = _to_heads([query, key, value], attention)
-        seen = attention.seen(attention.shard.whole, attention.shard.whole)
-        found = attention.attend(*_split(whole, ctx.heads[0]), seen)
-        (own,) = _to_tokens(_finish(ctx, attention, found, whole), ctx.heads[:1], attention)
+        full = _to_heads([query, key, value], attention)
+        seen = attention.seen(attention.shard.full, attention.shard.full)
+        found = attention.attend(*_split(full, ctx.heads[0]), seen)
+        (own,) = _to_tokens(_finish(ctx, attention, found, full), ctx.heads[:1], attention)
         return own
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        attention, (whole, out, lse) = ctx.attention, ctx.saved_tensors
+        attention, (full, out, lse) = ctx.attention, ctx.saved_tensors
         gradient = _to_heads([gradient], attention)
-        seen = attention.seen(attention.shard.whole, attention.shard.whole)
-        sums = torch.zeros_like(whole, dtype=wide(whole.dtype))
-        (query, key_value), gradients = _split(whole, ctx.heads[0]), Gradients(*_split(sums, ctx.heads[0]))
+        seen = attention.seen(attention.shard.full, attention.shard.full)
+        sums = torch.zeros_like(full, dtype=wide(full.dtype))
+        (query, key_value), gradients = _split(full, ctx.heads[0]), Gradients(*_split(sums, ctx.heads[0]))
         add_gradients(gradients, gradient, query, key_value, Attended(out, lse), seen, attention.scale)
-        return *_to_tokens(sums.to(whole.dtype), ctx.heads, attention), None
+        return *_to_tokens(sums.to(full.dtype), ctx.heads, attention), None
 
 
-def _split(whole: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(full: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the queries, which are the first ``heads``, and keys and values ``(2, batch, heads, tokens, width)``."""
-    return whole[:, :heads], whole[:, heads:].unflatten(1, (2, -1)).transpose(0, 1)
+    return full[:, :heads], full[:, heads:].unflatten(1, (2, -1)).transpose(0, 1)
 
 
 def _all_to_all(sent: torch.Tensor, role: Role) -> torch.Tensor:
-    """Exchange ``(ranks, ...)``, of which each rank gets its entry."""
+    """Redistribute ``(ranks, ...)``, of which each rank gets its entry."""
     received = torch.empty_like(sent)
     dist.all_to_all_single(received.view(-1), sent.view(-1), group=role.group)
     return received
@@ -259,9 +259,9 @@ def _to_heads(tensors: list[torch.Tensor], attention: Attention) -> torch.Tensor
     return _in_order(received.unbind(), attention.shard.layout, 2)
 
 
-def _to_tokens(whole: torch.Tensor, heads: list[int], attention: Attention) -> list[torch.Tensor]:
+def _to_tokens(full: torch.Tensor, heads: list[int], attention: Attention) -> list[torch.Tensor]:
     """Undo :func:`_to_heads` of tensors of which each rank has these heads; they lie in the order of the tokens."""
-    received = _all_to_all(_by_rank(whole, attention.shard.layout, 2, whole.dtype), attention.shard.role)
+    received = _all_to_all(_by_rank(full, attention.shard.layout, 2, full.dtype), attention.shard.role)
     parts = received.transpose(2, 3).split(heads, 3)
     return [torch.cat(part.unbind(), 2).transpose(1, 2) for part in parts]
 
@@ -271,8 +271,8 @@ def copies_of_heads(heads: int, ranks: int) -> int:
     return math.lcm(heads, ranks) // heads
 
 
-EXCHANGES: dict[str, type[Function]] = {
+CP_COMM_TYPES: dict[str, type[Function]] = {
     "all_gather": GatheredAttention,
     "p2p": RingAttention,
-    "all_to_all": ExchangedAttention,
+    "all_to_all": UlyssesAttention,
 }
