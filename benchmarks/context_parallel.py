@@ -138,7 +138,7 @@ def _deepspeed(case: Case, rank: int) -> tuple[nn.Module, Cut]:
         model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=case.processes,
         micro_batch_size=1, seq_length=case.length, seq_length_is_variable=False,
     )  # fmt: skip
-    ((first, last),) = split_columns(case.length, case.processes, balanced=False).held[rank]
+    ((first, last),) = split_columns(case.length, case.processes, balanced=False).ranges[rank]
 
     def cut(batch: dict[str, Tensor]) -> dict[str, Any]:
         whole = {"position_ids": torch.arange(case.length)[None], **batch}

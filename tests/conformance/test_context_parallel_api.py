@@ -158,10 +158,10 @@ def test_the_mean_is_of_the_means_of_the_ranks_own_tokens(how):
     """Of the tokens that a rank holds, not of its rows: what the docs say a loss without ``num_items_in_batch`` is."""
     model, (world, cp) = build_reference("llama_gqa", torch.float64), (4, 2)
     batch = batch_of("rows")
-    held = split_columns(LENGTH, cp, balanced=True).held
+    by_rank = split_columns(LENGTH, cp, balanced=True).ranges
     shifted = shift_labels(batch["labels"])
     for rows, labels in zip(batch["input_ids"].chunk(world // cp), shifted.chunk(world // cp), strict=True):
-        for ranges in held:
+        for ranges in by_rank:
             own = torch.full_like(labels, -100)
             for first, last in ranges:
                 own[:, first:last] = labels[:, first:last]
