@@ -212,6 +212,8 @@ def test_prompt_and_completion_and_text():
         ({"messages": [ASKED[1], {**ASKED[2], "train": False}]}, "qwen3", "all", "2 is not to be trained on"),
         ({"messages": [*ASKED[1:3], {**ASKED[0], "content": "W"}]}, "smollm3", "auto", r"3 \(system\) is left out"),
         ({"messages": ASKED[1:3], "tools": [{"function": {"name": "look"}}]}, "gemma3", "auto", r"tools \(look\) are"),
+        ({"messages": TOOLS[:2]}, "gemma3", "auto", r"calls of tools \(look\) are left out by the chat template"),
+        ({"messages": TOOLS[:2]}, "gemma3", "all", r"calls of tools \(look\) are left out by the chat template"),
         ({"messages": [{**ASKED[1], "content": "\ud800"}]}, "qwen3", "auto", "a text that is not Unicode"),
         ({"text": "\ud800"}, "qwen3", "auto", "a text that is not Unicode"),
         ({"messages": [{"from": "human", "value": "x"}]}, "qwen3", "auto", "it has the keys from, value"),
