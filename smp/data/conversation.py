@@ -310,7 +310,12 @@ def chat_of(tokenizer: Any, folder: str, *, template: str | None, train_on: Trai
                 return Chat(tokenizer, file.read(), train_on, prefix)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--chat_template {template} cannot be read: {error}") from error
-    if not isinstance(own := tokenizer.chat_template, str):
+    if isinstance(own := tokenizer.chat_template, dict):
+        raise UserError(
+            f"the tokenizer in {folder} has several chat templates ({', '.join(own)}): give the file of one by "
+            f"--chat_template FILE"
+        )
+    if not isinstance(own, str):
         raise UserError(
             f"the tokenizer in {folder} has no chat template: give --chat_template FILE, or a chat model's tokenizer"
         )

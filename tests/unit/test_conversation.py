@@ -245,6 +245,10 @@ def test_messages_that_a_template_leaves_out_are_refused(role):
 def test_tokenizers_that_cannot_be_used(tmp_path):
     with pytest.raises(UserError, match="has no chat template: give --chat_template FILE"):
         chat_of(chat_tokenizer(), "here", template=None, train_on="auto")
+    several = copy.deepcopy(chat_tokenizer())
+    several.chat_template = {"default": "", "tool_use": ""}
+    with pytest.raises(UserError, match=r"has several chat templates \(default, tool_use\): give the file of one by"):
+        chat_of(several, "here", template=None, train_on="auto")
     with pytest.raises(UserError, match="cannot be read"):
         chat_of(chat_tokenizer(), "here", template=str(tmp_path), train_on="auto")
     with pytest.raises(UserError, match="has no tokenizer"):

@@ -205,7 +205,7 @@ def test_attention_that_cannot_run_here_is_refused(name):
 
 
 def test_a_directory_gives_architecture_name_and_tokenizer(tmp_path):
-    directory = save_config(tmp_path / "my_model", num_hidden_layers=3)
+    directory = save_config(tmp_path / "my_model", num_hidden_layers=3, quantization_config=None)
     (directory / "tokenizer.json").write_text("{}")
     resolved = resolve(model=str(directory))
     assert resolved.name == "my_model" and resolved.hf_config.num_hidden_layers == 3
