@@ -83,8 +83,8 @@ def check_documents(hf_config: Any, length: int = 0) -> None:
         if rope.get("rope_type") == "dynamic":
             raise no_documents("its rotary embedding (dynamic) goes by the longest document of a micro-batch")
         if rope.get("rope_type") == "longrope" and length > (most := rope["original_max_position_embeddings"]):
-            why = f"beyond {most} tokens its rotary embedding is another for all of a micro-batch"
-            raise no_documents(why, f"--max_context_width {most}, or ")
+            longer = f"beyond {most} tokens its rotary embedding is another for all of a micro-batch"
+            raise no_documents(longer, f"--max_context_width {most}, or ")
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
         ids, positions = (torch.zeros(2, 6, dtype=torch.long) for _ in range(2))
