@@ -140,7 +140,12 @@ class Chat:
                 continue
             after = self._render(messages[: at + 1], given)
             before = self._render(messages[:at], given, prompt=True) if at else self._header(after, messages, given)
-            if not (text.startswith(before) and after.startswith(before)):
+            if not after.startswith(before):  # as DeepSeek-R1's, which opens a thought that no turn shows
+                raise ConversationError(
+                    f"the chat template does not show message {at + 1} (assistant) behind its generation prompt, which "
+                    f"ends with {before[-20:]!r}: give --chat_template FILE with a template that does"
+                )
+            if not text.startswith(before):
                 raise ConversationError(_rewritten(at))
             body, stop = self._split_stop(after[len(before) :])
             empty = NO_THOUGHT.match(body)

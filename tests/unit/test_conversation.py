@@ -242,6 +242,19 @@ def test_messages_that_a_template_leaves_out_are_refused(role):
         Chat(chat_tokenizer(), template).encode({"messages": [*ASKED[1:3], {"role": role, "content": "whale"}]})
 
 
+def test_a_template_that_shows_no_turn_behind_its_generation_prompt_is_refused():
+    template = (  # as DeepSeek-R1's
+        "{% for each in messages %}{{ each.role + each.content.split('</think>')[-1] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant<think>{% endif %}"
+    )
+    for answer in ("In the sea.", "<think>Whales swim.</think>In the sea."):
+        messages = [ASKED[1], {"role": "assistant", "content": answer}]
+        with pytest.raises(
+            ConversationError, match=r"2 \(assistant\) behind its .* ends with '.*<think>': give --chat_te"
+        ):
+            Chat(chat_tokenizer(), template).encode({"messages": messages})
+
+
 def test_tokenizers_that_cannot_be_used(tmp_path):
     with pytest.raises(UserError, match="has no chat template: give --chat_template FILE"):
         chat_of(chat_tokenizer(), "here", template=None, train_on="auto")
