@@ -24,7 +24,7 @@ from smp.errors import UserError
 from smp.log import say
 
 _ALL_COLUMNS = ("",)
-_CONVERSION = 3  # raised by a change that gives a conversation other tokens or labels, so that no cache is used again
+_CONVERSION = 4  # raised by a change that gives a conversation other tokens or labels, so that no cache is used again
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,7 +140,12 @@ class Chat:
                 continue
             after = self._render(messages[: at + 1], given)
             before = self._render(messages[:at], given, prompt=True) if at else self._header(after, messages, given)
-            if not (text.startswith(before) and after.startswith(before)):
+            if not after.startswith(before):  # as DeepSeek-R1's, which opens a thought that no turn shows
+                raise ConversationError(
+                    f"the chat template does not show message {at + 1} (assistant) behind its generation prompt, which "
+                    f"ends with {before[-20:]!r}: give --chat_template FILE with a template that does"
+                )
+            if not text.startswith(before):
                 raise ConversationError(_rewritten(at))
             body, stop = self._split_stop(after[len(before) :])
             empty = NO_THOUGHT.match(body)
@@ -220,7 +225,7 @@ def _with_parsed_arguments(messages: list[Message]) -> list[Message]:
 
 
 def _refuse_left_out(messages: list[Message], tools: Any, text: str) -> None:
-    """Raise for messages and tools that a template does not show; an assistant's may be reasoning, which it drops."""
+    """Raise for messages, tools and calls that a template leaves out; of an assistant's words it may drop reasoning."""
     contents = [message["content"].strip() for message in messages if message["role"] != "assistant"]
     for number, message in enumerate(messages):
         content = message["content"].strip()
@@ -228,11 +233,14 @@ def _refuse_left_out(messages: list[Message], tools: Any, text: str) -> None:
         expected = sum(each.count(content) for each in contents)
         if content and message["role"] != "assistant" and sum(map(text.count, forms)) < expected:
             raise ConversationError(f"message {number + 1} ({message['role']}) is left out by the chat template")
-    for tool in tools if isinstance(tools, list) else ():
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str) and name not in text:
-            raise ConversationError(f"tools ({name}) are left out by the chat template: give a template that has them")
+    listed = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    for what, functions in (("tools", listed), ("calls of tools", [*listed, *_functions(messages)])):
+        names = [function.get("name") for function in functions if isinstance(function, dict)]
+        for name in names:
+            if isinstance(name, str) and text.count(name) < names.count(name):
+                raise ConversationError(
+                    f"{what} ({name}) are left out by the chat template: give a template that has them"
+                )
 
 
 def _covered(offsets: list[tuple[int, int]], start: int, end: int) -> np.ndarray:
@@ -307,7 +315,12 @@ def chat_of(tokenizer: Any, folder: str, *, template: str | None, train_on: Trai
                 return Chat(tokenizer, file.read(), train_on, prefix)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--chat_template {template} cannot be read: {error}") from error
-    if not isinstance(own := tokenizer.chat_template, str):
+    if isinstance(own := tokenizer.chat_template, dict):
+        raise UserError(
+            f"the tokenizer in {folder} has several chat templates ({', '.join(own)}): give the file of one by "
+            f"--chat_template FILE"
+        )
+    if not isinstance(own, str):
         raise UserError(
             f"the tokenizer in {folder} has no chat template: give --chat_template FILE, or a chat model's tokenizer"
         )

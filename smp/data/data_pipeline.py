@@ -197,6 +197,11 @@ class DataPipeline:
         """Number of the conversations or pairs that the rows are packed of."""
         return len(cast(PackedSamples, self._microbatches.source).numbers)
 
+    @property
+    def end(self) -> int | None:
+        """Return the token that ends what is trained on of conversations or pairs, where it is known."""
+        return cast(PackedSamples, self._microbatches.source).end
+
     def attach(self, reference: Tensor) -> None:
         """Let the micro-batches from the next iteration on have the ``reference`` of their pairs, ``(pairs, 2)``."""
         self._microbatches = dataclasses.replace(self._microbatches, reference=reference)

@@ -125,8 +125,8 @@ class TextTokenizer:
     @property
     def _advice(self) -> str:
         return (
-            f"set --vocab_size to at least {self.vocab_size} for a model without pretrained weights, or give the "
-            f"model's own tokenizer"
+            f"set --vocab_size to at least {self.vocab_size} (pretrained weights need transformers' "
+            f"resize_token_embeddings), or give the model's own tokenizer"
         )
 
 

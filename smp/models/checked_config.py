@@ -88,7 +88,7 @@ def checked_config(where: object, content: Mapping[str, Any]) -> Any:
     Raises:
         UserError: as :func:`config_from`; or it is of quantised weights, or no supported model can be built.
     """
-    if "quantization_config" in content:
+    if content.get("quantization_config") is not None:
         raise UserError(f"{where} describes quantized weights, which cannot be trained: use the model's full weights")
     hf_config = config_from(where, content)
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pathlib
 import re
+from typing import Any
 
 from smp.errors import UserError
 from smp.json_input import read_object, strict_json
@@ -162,6 +164,20 @@ def tokenizer_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
 def generation_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
     """Return the first directory that holds a ``generation_config.json``."""
     return _first_with(("generation_config.json",), directories)
+
+
+def stops_of(directory: pathlib.Path | None, hf_config: Any) -> list[int]:
+    """Return the ids at which generation with a model stops.
+
+    Args:
+        directory: of its ``generation_config.json``; None: there is none, and the config says.
+        hf_config: the model's.
+    """
+    found = getattr(hf_config, "eos_token_id", None)
+    if directory is not None:
+        with contextlib.suppress(OSError, ValueError):  # which is said where it is read
+            found = read_object(directory / "generation_config.json").get("eos_token_id")
+    return [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
 
 
 def digest_of(path: pathlib.Path) -> str:

@@ -61,11 +61,11 @@ def mixes_tokens(model: nn.Module) -> str | None:
     return f"it has {other} layers" if other else "it has convolutions over tokens" if conv is not None else None
 
 
-def no_documents(why: str) -> UserError:
-    """Return the refusal of documents that the model would not keep apart."""
+def no_documents(why: str, instead: str = "") -> UserError:
+    """Return the refusal of documents that the model would not keep apart; ``instead`` is another way than rows."""
     return UserError(
-        f"--document_mask 1: the model does not keep documents apart ({why}): use --document_mask 0, or one document "
-        f"per sequence"
+        f"the model does not keep packed documents apart ({why}), as --document_mask 1 and --dataset_type chat do: use "
+        f"{instead}--document_mask 0, with rows of input_ids and labels in place of conversations"
     )
 
 
@@ -83,7 +83,8 @@ def check_documents(hf_config: Any, length: int = 0) -> None:
         if rope.get("rope_type") == "dynamic":
             raise no_documents("its rotary embedding (dynamic) goes by the longest document of a micro-batch")
         if rope.get("rope_type") == "longrope" and length > (most := rope["original_max_position_embeddings"]):
-            raise no_documents(f"beyond {most} tokens its rotary embedding is another for all of a micro-batch")
+            longer = f"beyond {most} tokens its rotary embedding is another for all of a micro-batch"
+            raise no_documents(longer, f"--max_context_width {most}, or ")
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
         ids, positions = (torch.zeros(2, 6, dtype=torch.long) for _ in range(2))

@@ -222,10 +222,21 @@ class _Given:
             with safe_open(self._file, "pt") as content:
                 self._tensors = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors raises its own
-            raise UserError(f"--adapter_path: {self._file} cannot be read: {error}") from error
+            raise UserError(
+                f"--adapter_path: {self._file} cannot be read ({error}): give a directory that peft's save_pretrained "
+                f"has written"
+            ) from error
+        if whole := sorted(key for key in self._tensors if ".lora_" not in key):
+            raise UserError(
+                f"--adapter_path: {self._file} has {whole[0]}, no factor but a weight, as peft saves of a vocabulary "
+                f"that was resized: merge the adapter with peft's merge_and_unload"
+            )
         if wrong := sorted(keys ^ self._tensors.keys()):
             what = "lacks" if wrong[0] in keys else "has"
-            raise UserError(f"--adapter_path: {self._file} {what} {wrong[0]}: it is an adapter of another model")
+            raise UserError(
+                f"--adapter_path: {self._file} {what} {wrong[0]}: it is an adapter of another model: give the one that "
+                f"it was trained beside"
+            )
 
     def rule(self, key: str, shape: tuple[int, int]) -> InitRule:
         """Return the values of a factor as its initial ones."""
@@ -233,7 +244,7 @@ class _Given:
         if tuple(found.shape) != shape:
             raise UserError(
                 f"--adapter_path: {self._file}: {key} is {tuple(found.shape)}, and the model's is {shape}: it is an "
-                f"adapter of another model"
+                f"adapter of another model: give the one that it was trained beside"
             )
         return InitRule((Step(0, found.numel(), "copy", values=found.float().flatten()),))
 

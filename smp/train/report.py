@@ -21,13 +21,14 @@ from smp import comm
 from smp.checkpoint.layout import LATEST, checkpoint_name
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
-from smp.data.text import contradiction
+from smp.data.text import TextTokenizer, contradiction
 from smp.environment import starter
 from smp.errors import UserError
 from smp.log import FILE_ONLY, configure_logging, get_logger
 from smp.memory.advice import advice_text
 from smp.memory.plan import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
+from smp.models.weight_files import generation_dir_of, stops_of
 from smp.parallel.parallelize import add_parameters
 from smp.plan.devices import peak_flops
 from smp.train import history
@@ -79,12 +80,8 @@ def announce(plan: RunPlan, start: Start, model: nn.Module) -> None:
         )  # fmt: skip
     for sentence in plan.config.without_effect():
         logger.info(sentence)
-    given, own = plan.config.data.tokenizer_name_or_dir, plan.model.tokenizer_dir
-    if plan.launch.rank == 0 and plan.model.weights and given and own and (found := contradiction(given, str(own))):
-        logger.warning(
-            "--tokenizer_name_or_dir contradicts the tokenizer of the pretrained weights (%s), whose embeddings then "
-            "stand for other tokens: leave the flag out to take theirs.", found,
-        )  # fmt: skip
+    if plan.launch.rank == 0:
+        _warn_of_tokens(plan)
     for choice in plan.choices:
         logger.info("Chosen: %s", choice)
     if start.checkpoint is not None:
@@ -99,6 +96,26 @@ def announce(plan: RunPlan, start: Start, model: nn.Module) -> None:
             )  # fmt: skip
         for change in changes_since(start.saved.run if start.saved else {}, plan, start):
             logger.warning("Changed since the checkpoint: %s", change)
+
+
+def _warn_of_tokens(plan: RunPlan) -> None:
+    """Warn of a tokenizer that is not the weights' own, and of a model that will not stop where it is taught to."""
+    data, model = plan.config.data, plan.model
+    given, own = data.tokenizer_name_or_dir, model.tokenizer_dir
+    if model.weights and given and own and (found := contradiction(given, str(own))):
+        logger.warning(
+            "--tokenizer_name_or_dir contradicts the tokenizer of the pretrained weights (%s), whose embeddings then "
+            "stand for other tokens: leave the flag out to take theirs.", found,
+        )  # fmt: skip
+    if not data.is_chat or data.train_on == "all":  # what follows an answer is trained on, too
+        return
+    folder = given or str(own)
+    stops = stops_of(generation_dir_of(model.generation_dir, Path(folder).expanduser()), model.hf_config)
+    if (end := plan.train_data.end) is not None and end not in stops:
+        logger.warning(
+            "What is trained on ends with %r, token %d, and generation with the final model stops at %s: add %d to "
+            "eos_token_id in its generation_config.json.", TextTokenizer(folder).text([end]), end, stops or "none", end,
+        )  # fmt: skip
 
 
 def log_collectives(*, on_console: bool) -> None:

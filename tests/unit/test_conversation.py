@@ -212,6 +212,8 @@ def test_prompt_and_completion_and_text():
         ({"messages": [ASKED[1], {**ASKED[2], "train": False}]}, "qwen3", "all", "2 is not to be trained on"),
         ({"messages": [*ASKED[1:3], {**ASKED[0], "content": "W"}]}, "smollm3", "auto", r"3 \(system\) is left out"),
         ({"messages": ASKED[1:3], "tools": [{"function": {"name": "look"}}]}, "gemma3", "auto", r"tools \(look\) are"),
+        ({"messages": TOOLS[:2]}, "gemma3", "auto", r"calls of tools \(look\) are left out by the chat template"),
+        ({"messages": TOOLS[:2]}, "gemma3", "all", r"calls of tools \(look\) are left out by the chat template"),
         ({"messages": [{**ASKED[1], "content": "\ud800"}]}, "qwen3", "auto", "a text that is not Unicode"),
         ({"text": "\ud800"}, "qwen3", "auto", "a text that is not Unicode"),
         ({"messages": [{"from": "human", "value": "x"}]}, "qwen3", "auto", "it has the keys from, value"),
@@ -240,9 +242,26 @@ def test_messages_that_a_template_leaves_out_are_refused(role):
         Chat(chat_tokenizer(), template).encode({"messages": [*ASKED[1:3], {"role": role, "content": "whale"}]})
 
 
+def test_a_template_that_shows_no_turn_behind_its_generation_prompt_is_refused():
+    template = (  # as DeepSeek-R1's
+        "{% for each in messages %}{{ each.role + each.content.split('</think>')[-1] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant<think>{% endif %}"
+    )
+    for answer in ("In the sea.", "<think>Whales swim.</think>In the sea."):
+        messages = [ASKED[1], {"role": "assistant", "content": answer}]
+        with pytest.raises(
+            ConversationError, match=r"2 \(assistant\) behind its .* ends with '.*<think>': give --chat_te"
+        ):
+            Chat(chat_tokenizer(), template).encode({"messages": messages})
+
+
 def test_tokenizers_that_cannot_be_used(tmp_path):
     with pytest.raises(UserError, match="has no chat template: give --chat_template FILE"):
         chat_of(chat_tokenizer(), "here", template=None, train_on="auto")
+    several = copy.deepcopy(chat_tokenizer())
+    several.chat_template = {"default": "", "tool_use": ""}
+    with pytest.raises(UserError, match=r"has several chat templates \(default, tool_use\): give the file of one by"):
+        chat_of(several, "here", template=None, train_on="auto")
     with pytest.raises(UserError, match="cannot be read"):
         chat_of(chat_tokenizer(), "here", template=str(tmp_path), train_on="auto")
     with pytest.raises(UserError, match="has no tokenizer"):

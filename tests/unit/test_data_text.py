@@ -251,5 +251,8 @@ def test_a_token_beyond_the_vocabulary_is_refused_where_a_text_has_it(tmp_path):
     with pytest.raises(UserError, match=f"a.txt, line 3: {words}"):  # from the cache
         open_all(tmp_path, tmp_path / "c", own)
     with_bos = with_added(tmp_path / "b")
-    with pytest.raises(UserError, match=r"puts tokens \[2048, 0\] around documents, and .* is 2048"):
+    with pytest.raises(
+        UserError,
+        match=r"puts tokens \[2048, 0\] around documents, and .* is 2048: set --vocab_size .*resize_token_embeddings",
+    ):
         with_bos.require_below(2048)

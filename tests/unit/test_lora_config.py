@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import smp
@@ -94,6 +95,24 @@ def test_initial_values_beside_the_same_base_are_read(tmp_path, kind):
 def test_initial_values_that_change_the_base_are_refused(tmp_path, kind):
     with pytest.raises(UserError, match=r"init_lora_weights is .*with peft's merge_and_unload, or convert it"):
         adapted(saved(tmp_path, init_lora_weights=kind))
+
+
+def test_files_with_other_weights_than_the_factors_are_refused(tmp_path):
+    """As peft writes them beside a vocabulary that was resized, of which its merge makes a model."""
+    folder = saved(tmp_path)
+    file = folder / "adapter_model.safetensors"
+    factors = load_file(file)
+    embedding = "base_model.model.model.embed_tokens.weight"
+    for tensors, words in (
+        ({**factors, embedding: torch.ones(2)}, f"has {embedding}, no factor but a weight, .*: merge the adapter with"),
+        (dict([*factors.items()][1:]), "lacks .*: it is an adapter of another model: give the one that it was trained"),
+    ):
+        save_file(tensors, file)
+        with pytest.raises(UserError, match=words):
+            adapted(folder)
+    file.unlink()
+    with pytest.raises(UserError, match=r"cannot be read \(.*\): give a directory that peft's save_pretrained has"):
+        adapted(folder)
 
 
 def test_converted_and_merged_adapters_are_what_was_trained(tmp_path):

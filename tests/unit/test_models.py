@@ -3,6 +3,7 @@ import json
 import logging
 import pathlib
 import shutil
+import types
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from smp.errors import ConfigError, UserError
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.preset import list_presets, preset_path
 from smp.models.registry import FAMILIES, build_model, count_parameters, family_of
-from smp.models.weight_files import find_weights
+from smp.models.weight_files import find_weights, generation_dir_of, stops_of
 
 # From the models' cards; gpt_neox_65b has no published weights (12 h^2 L + 13 h L + 2 V h + 2 h worked out by hand).
 PUBLISHED = {
@@ -205,7 +206,7 @@ def test_attention_that_cannot_run_here_is_refused(name):
 
 
 def test_a_directory_gives_architecture_name_and_tokenizer(tmp_path):
-    directory = save_config(tmp_path / "my_model", num_hidden_layers=3)
+    directory = save_config(tmp_path / "my_model", num_hidden_layers=3, quantization_config=None)
     (directory / "tokenizer.json").write_text("{}")
     resolved = resolve(model=str(directory))
     assert resolved.name == "my_model" and resolved.hf_config.num_hidden_layers == 3
@@ -224,6 +225,15 @@ def test_a_directory_gives_architecture_name_and_tokenizer(tmp_path):
 )
 def test_bad_directories_are_refused(tmp_path, changes, words):
     assert words in refusal(model=str(save_config(tmp_path / "m", **changes)))
+
+
+@pytest.mark.parametrize(
+    ("found", "stops"), [(None, [7]), ({"eos_token_id": [2, 3]}, [2, 3]), ({"eos_token_id": 0}, [0]), ({}, [])]
+)
+def test_generation_stops_where_its_file_says_else_the_config(tmp_path, found, stops):
+    if found is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(found))
+    assert stops_of(generation_dir_of(tmp_path), types.SimpleNamespace(eos_token_id=7)) == stops
 
 
 def test_directories_without_usable_config_are_refused(tmp_path):

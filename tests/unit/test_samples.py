@@ -70,6 +70,11 @@ def test_long_samples_and_those_without_a_trained_token(caplog):
     assert len({cut.fingerprint, dropped.fingerprint}) == 2
 
 
+def test_the_end_is_that_of_the_first_sample_that_is_not_cut():
+    assert packed([stored(".xxxxxxxxx", ".x.x..", ".xx")]).end == 14
+    assert packed([stored(".xxxxxxxxx")]).end is None
+
+
 def test_validation_is_the_samples_that_are_not_trained_on():
     train, validation = (Choice(validation_split=0.1, validation=part, most=200) for part in (False, True))
     assert len(train.of(1000)) == 180 and len(validation.of(1000)) == 20
