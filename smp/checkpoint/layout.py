@@ -340,6 +340,12 @@ def nearest_existing(path: Path) -> Path:
     return path if os.path.lexists(path) or path == path.parent else nearest_existing(path.parent)
 
 
+def no_inodes(path: Path) -> bool:
+    """Return whether the file system of ``path`` has room for no more files, however much for bytes."""
+    status = os.statvfs(nearest_existing(path.resolve()))
+    return status.f_files > 0 and status.f_favail == 0  # some count none
+
+
 def disk_free(path: Path) -> int:
     """Return the bytes that may be written below ``path``, which need not exist yet."""
     status = os.statvfs(nearest_existing(path.resolve()))
