@@ -5,6 +5,7 @@ diverged run, exit status 1. Everything else is a defect and keeps its traceback
 """
 
 import errno
+import os
 import re
 import resource
 from collections.abc import Callable
@@ -67,6 +68,11 @@ class ConfigError(UserError):
         return type(self), (self.problems,)  # of another process
 
 
+def was_deleted(path: object) -> bool:
+    """Return whether a checkpoint that was found at ``path`` has gone: retention renames it before it deletes it."""
+    return isinstance(path, Path) and not os.path.lexists(path)
+
+
 class DamagedCheckpointError(UserError):
     """A damaged checkpoint.
 
@@ -77,7 +83,10 @@ class DamagedCheckpointError(UserError):
 
     def __init__(self, path: object, problems: list[str]):
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
-        super().__init__(f"checkpoint {path} is damaged: {shown}; resume from another one")
+        said = f"is damaged: {shown}; resume from another one"
+        if was_deleted(path):
+            said = "was deleted while it was read, as its run keeps newer ones: take one of those"
+        super().__init__(f"checkpoint {path} {said}")
         self.path, self.problems = path, list(problems)
 
     def __reduce__(self) -> tuple[Any, ...]:

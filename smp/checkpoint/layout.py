@@ -154,7 +154,9 @@ def _newest_whole(
     Raises:
         UserError: there are some, and none is complete: a fresh start would lose what may still be mended.
     """
-    for checkpoint in reversed(present):
+    # Also what has lost its manifest, of steps that the run goes through anew.
+    named = sorted((c for d in directories for c in _named(d, model_name)), key=lambda c: c.step)
+    for checkpoint in reversed(named if present else []):
         if checkpoint.path in damaged:
             continue  # who found it has said so
         problem = quick_problem(checkpoint.path)
@@ -166,13 +168,12 @@ def _newest_whole(
             f"none of the {len(present)} checkpoints in {present[-1].path.parent} is valid: run `smp verify "
             f"{shlex.quote(str(present[-1].path.parent))}` to see what is wrong, or start anew in another {others}"
         )
-    for directory in directories:
-        for found in sorted(_named(directory, model_name), key=lambda c: c.step):
-            refuse_distcp(found.path)
-            raise UserError(
-                f"{found.path} has no {MANIFEST_FILE}, so nothing can be resumed from it: restore the file, or "
-                f"start anew in another {others}"
-            )
+    for found in named:
+        refuse_distcp(found.path)
+        raise UserError(
+            f"{found.path} has no {MANIFEST_FILE}, so nothing can be resumed from it: restore the file, or "
+            f"start anew in another {others}"
+        )
     return None
 
 
@@ -294,9 +295,10 @@ def discard(path: Path) -> None:
 def set_aside(directory: Path, model_name: str, *, after: int) -> None:
     """Rename checkpoints of steps after ``after``: the run goes on without them, as they are damaged or not everywhere.
 
-    Nothing finds them under the new name, so they cannot be taken for checkpoints of the new branch.
+    Nothing finds them under the new name, so they cannot be taken for checkpoints of the new branch. One that has lost
+    its manifest, which may be restored, would be replaced.
     """
-    for checkpoint in find_checkpoints(directory, model_name):
+    for checkpoint in _named(directory, model_name):
         if checkpoint.step > after:
             number = 1
             while (aside := checkpoint.path.with_name(f"{checkpoint.path.name}.aside{number}")).exists():
@@ -336,6 +338,12 @@ def clean(directory: Path, model_name: str) -> None:
 def nearest_existing(path: Path) -> Path:
     """Return ``path`` if it exists, else the nearest parent that does."""
     return path if os.path.lexists(path) or path == path.parent else nearest_existing(path.parent)
+
+
+def no_inodes(path: Path) -> bool:
+    """Return whether the file system of ``path`` has room for no more files, however much for bytes."""
+    status = os.statvfs(nearest_existing(path.resolve()))
+    return status.f_files > 0 and status.f_favail == 0  # some count none
 
 
 def disk_free(path: Path) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp.checkpoint.layout import disk_free
+from smp.checkpoint.layout import disk_free, no_inodes
 from smp.checkpoint.safetensors_io import reason
 from smp.comm.report import readable
 from smp.errors import RunError
@@ -39,6 +39,8 @@ def attempt(action: Callable[[], object], directory: Path, nbytes: int) -> BaseE
     except Exception as error:
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or not nbytes:
             return error
+        if no_inodes(directory):
+            return RunError(f"{reason(error)}: the file system of {directory} has no inodes left (df -i): delete files")
         free = readable(disk_free(directory))
         return RunError(f"{reason(error)}; its part needs {readable(nbytes)} and {directory} has {free} free")
     return None

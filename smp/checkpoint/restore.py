@@ -310,7 +310,10 @@ def check_tensors(path: Path | RemoteCheckpoint, manifest: Manifest, wanted: dic
             )
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"checkpoint {path} does not fit the model: {'; '.join(sorted(problems)[:3])}{more}")
+        raise UserError(
+            f"checkpoint {path} does not fit the model: {'; '.join(sorted(problems)[:3])}{more}; resume with the model"
+            f", the adapters and the optimizer that it was saved with"
+        )
 
 
 def fill(path: Path | RemoteCheckpoint, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:

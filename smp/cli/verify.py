@@ -15,7 +15,7 @@ from smp.cli.checkpoints import GivenCheckpoint, find
 from smp.cli.output import progress, shown
 from smp.comm.report import readable
 from smp.environment.threads import available_cores
-from smp.errors import DamagedCheckpointError, UserError
+from smp.errors import DamagedCheckpointError, UserError, was_deleted
 
 _MOST_THREADS = 16
 
@@ -69,13 +69,18 @@ def verified(checkpoint: GivenCheckpoint, *, content: bool) -> Manifest:
 
 
 def _report(checkpoint: GivenCheckpoint, *, content: bool) -> bool:
-    """Print what was found; return whether the checkpoint is valid."""
+    """Print what was found; return whether the checkpoint is valid, or none of its run's any more."""
     started = time.perf_counter()
     try:
         manifest = checkpoint.manifest()
         problems = problems_of(checkpoint, manifest, content=content)
-    except DamagedCheckpointError as error:
-        problems = error.problems
+    except UserError as error:
+        if not isinstance(error, DamagedCheckpointError) and not was_deleted(checkpoint.path):
+            raise
+        problems = getattr(error, "problems", [])
+    if was_deleted(checkpoint.path):
+        print(f"{shown(checkpoint.name)}: deleted meanwhile, as its run keeps newer ones")
+        return True
     if problems:
         print(f"{shown(checkpoint.name)}: damaged")
         for problem in problems:

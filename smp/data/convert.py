@@ -253,7 +253,7 @@ def end_with_parent(_worker: int = 0) -> None:
     A worker's own parent is the fork server, which waits for its workers. Signals that ask the job to stop are ignored:
     the starting process acts on them.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 

@@ -80,9 +80,8 @@ def locked(path: Path, directory: Path, otherwise: str, *, required: bool = True
             path.unlink(missing_ok=True)
             yield
             return
-        raise RankError(
-            f"{path} cannot be locked ({error.strerror}): choose another one, on a file system with locks"
-        ) from None
+        remedy = "choose another one, on a file system with locks" if error.errno in _NO_LOCKS else otherwise
+        raise RankError(f"{path} cannot be locked ({error.strerror}): {remedy}") from None
     if descriptor is None:
         raise RankError(f"{directory} is in use by {_holder(path)}: wait for that run or end it, or {otherwise}")
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")

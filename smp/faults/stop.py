@@ -1,4 +1,4 @@
-"""Stopping on request: SIGTERM, SIGUSR1 and Ctrl-C become a flag that the loop reads at a step boundary.
+"""Stopping on request: SIGTERM, SIGUSR1, Ctrl-C and hangups become a flag that the loop reads at a step boundary.
 
 The flag is agreed on by all ranks (:mod:`smp.faults.agreement`), so a signal to one of them stops all. It is never
 acted on anywhere else: launchers also send SIGTERM to the ranks that outlive a crash, and these can save nothing
@@ -22,7 +22,7 @@ from smp.log import say
 
 STOPPED = 75  # EX_TEMPFAIL: run the same command again
 INTERRUPTED = 130  # what shells say of Ctrl-C
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # A terminal or a scheduler signals the launcher and its workers alike, and the launcher hands its own signal on.
 ONE_REQUEST_SECONDS = 1.0
 
@@ -62,7 +62,9 @@ class StopRequest:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous_pipe = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, _noted) for number in SIGNALS}
+        # Under nohup, SIGHUP stays ignored.
+        deaf = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        self._previous = {number: signal.signal(number, _noted) for number in SIGNALS if number not in deaf}
         self._thread = threading.Thread(target=self._listen, name="smp-signals", daemon=True)
         self._thread.start()
         _active.add(self)

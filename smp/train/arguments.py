@@ -12,6 +12,7 @@ import difflib
 import functools
 import math
 import operator
+import os
 import re
 import types
 import typing
@@ -188,7 +189,8 @@ def _convert_one(kind: Any, text: str) -> Any:
         if math.isnan(value):
             raise ValueError
         return value
-    return text
+    # A directory: shells do so with `--name DIR`, and neither in `--name=DIR` nor in a file.
+    return os.path.expanduser(text) if text.startswith("~/") else text
 
 
 def _convert(name: str, values: list[Any]) -> Any:

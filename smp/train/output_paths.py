@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import tempfile
 from pathlib import Path
 
@@ -75,6 +77,8 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
 def _probe_directory(flag: str, directory: Path) -> None:
     """Create an unnamed file in the directory, or in the nearest one above it that exists."""
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(directory)  # a name that is too long, or a link to itself, never exists
         tempfile.TemporaryFile(dir=nearest_existing(directory)).close()
     except OSError as error:
         raise UserError(

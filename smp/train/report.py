@@ -141,6 +141,9 @@ def changes_since(saved: dict[str, Any], plan: RunPlan, start: Start) -> list[st
     ]
     if saved.get("data") not in (None, plan.train_data.fingerprint):
         found.append("the data; the position in it is kept, so samples may be missed or repeated")
+    batch = saved.get("global_batch_size")
+    if batch not in (None, start.global_batch_size):
+        found.append(f"the global batch, {batch} -> {start.global_batch_size} samples")
     horizon = saved.get("max_steps")
     if plan.config.lr.lr_decay_iters is None and horizon not in (None, start.max_steps):
         found.append(

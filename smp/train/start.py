@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -300,7 +298,6 @@ def require_agreement(plan: RunPlan, start: Start) -> None:
     Raises:
         UserError: on every rank, naming the first difference.
     """
-    settings = json.dumps(plan.config.flat(), sort_keys=True)
     mine = {
         "the start (checkpoint, step, sample)": (
             start.checkpoint.name if start.checkpoint else None, start.progress.step, start.progress.samples,
@@ -309,6 +306,6 @@ def require_agreement(plan: RunPlan, start: Start) -> None:
         "the last step": start.max_steps,
         "the training data": plan.train_data.fingerprint,
         "the validation data": plan.validation_data.fingerprint if plan.validation_data else None,
-        "the settings": hashlib.sha256(settings.encode()).hexdigest()[:12],
+        **{f"--{name}": value for name, value in plan.config.flat().items()},
     }  # fmt: skip
     require_same(mine, "give all hosts the same flags and the same view of --output_dir and the data")

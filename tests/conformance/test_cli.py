@@ -22,6 +22,7 @@ import smp.cli.diff
 from smp.checkpoint import hf_export
 from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.reader import CheckpointReader
+from smp.cli.checkpoints import LocalCheckpoint
 from smp.cli.diff import compare_tensor, gap_of
 from smp.cli.export import parse_size
 from smp.errors import UserError
@@ -163,6 +164,21 @@ def test_quick_reads_no_tensors(call, checkpoint):
     assert status == 0 and "complete" in out[0] and "sizes only" in out[0]
     spoil(file, "truncate")
     assert call("verify", "--quick", checkpoint)[0] == 1
+
+
+def test_one_that_its_run_deletes_meanwhile_is_not_called_damaged(call, refused, checkpoint, tmp_path, monkeypatch):
+    another, problems_of = manifests.copy(checkpoint, tmp_path / "another"), LocalCheckpoint.problems_of
+
+    def too_late(self, *of):
+        shutil.rmtree(self.path, ignore_errors=True)
+        return problems_of(self, *of)
+
+    monkeypatch.setattr(LocalCheckpoint, "problems_of", too_late)
+    status, out, _ = call("verify", checkpoint)
+    assert (status, out) == (0, ["llama_v2-4steps: deleted meanwhile, as its run keeps newer ones"])
+    assert "4steps was deleted while it was read, as its run keeps newer ones" in refused(
+        "export", another, tmp_path / "out"
+    )
 
 
 def test_files_of_another_checkpoint_are_found(call, run_dir, checkpoint):

@@ -10,6 +10,7 @@ import pytest
 
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
+from smp.checkpoint.outcome import attempt
 from tests.faults.disk import fail, fill_after
 from tests.faults.jobs import writes_end_first
 from tests.job import LLAMA, losses, run_job
@@ -27,6 +28,17 @@ def whole_steps(run: pathlib.Path) -> list[int]:
 
 def nothing_left(run: pathlib.Path) -> bool:
     return not list(run.rglob("*.tmp"))
+
+
+def test_a_disk_that_has_room_for_bytes_and_none_for_files_is_told(tmp_path, monkeypatch):
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    statvfs = os.statvfs(tmp_path)
+    free = (*statvfs[:4], 10**6, 10**6, 0, 0, *statvfs[8:])  # of many, none
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(free))
+    said = str(attempt(full, tmp_path, 1))
+    assert said == f"No space left on device: the file system of {tmp_path} has no inodes left (df -i): delete files"
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,13 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     assert (tmp_path / "precious").read_text() == "data"
 
 
+def test_a_directory_that_cannot_be_is_not_said_to_lack_locks(tmp_path):
+    (tmp_path / "file").touch()
+    said = r"\(Not a directory\): choose another --output_dir and --checkpoint_dir$"
+    with pytest.raises(RankError, match=said), lock_directories([tmp_path / "file" / "run"]):
+        pass
+
+
 def test_a_lock_that_a_killed_process_left_is_taken_over(tmp_path):
     child = os.fork()
     if child == 0:

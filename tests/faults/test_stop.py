@@ -21,20 +21,27 @@ from tests.resume.test_train import tensors
 DROPOUT = ["--attn_pdrop", 0.2]
 
 
+def hearing(rank: int) -> None:
+    """``prepare``: slow steps, of a rank that hears of hangups also where the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    slowly(rank)
+
+
 @pytest.mark.parametrize(
     ("number", "ranks", "status"),
     [
         (signal.SIGTERM, [1], 75),
         (signal.SIGINT, [], 130),
+        (signal.SIGHUP, [], 75),
         pytest.param(signal.SIGUSR1, [0], 75, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, [], 75, marks=pytest.mark.slow),
     ],
-    ids=["one", "ctrl-c", "usr1", "all"],
+    ids=["one", "ctrl-c", "hangup", "usr1", "all"],
 )
 @pytest.mark.smoke
 def test_a_signal_stops_all_ranks_at_a_step_boundary_with_one_checkpoint(number, ranks, status, tmp_path):
     run = tmp_path / "run"
-    with running_job(*LONG, "--output_dir", run, world_size=2, prepare=slowly) as job:
+    with running_job(*LONG, "--output_dir", run, world_size=2, prepare=hearing) as job:
         job.wait_until(lambda: last_step(run) >= 3)
         job.signal(number, *ranks)
         outcome = job.wait()
@@ -134,17 +141,18 @@ def test_a_request_at_the_last_step_changes_nothing(tmp_path):
 
 
 @SLOW
-def test_ctrl_c_leaves_data_workers_at_work_until_the_checkpoint(tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 75)])
+def test_a_terminals_signal_leaves_data_workers_at_work_until_the_checkpoint(number, status, tmp_path):
     """A terminal sends it to every process of the job."""
     run = tmp_path / "run"
-    with running_job(*LONG, "--data_num_workers", 1, "--output_dir", run, world_size=2, prepare=slowly) as job:
+    with running_job(*LONG, "--data_num_workers", 1, "--output_dir", run, world_size=2, prepare=hearing) as job:
         job.wait_until(lambda: last_step(run) >= 3)
         workers = [worker for pid in job.pids for worker in data_workers(pid)]
         assert len(workers) >= 2
         for pid in [*workers, *job.pids]:
-            os.kill(pid, signal.SIGINT)
+            os.kill(pid, number)
         outcome = job.wait()
-    assert outcome.statuses == [130, 130] and "Traceback" not in outcome.output, outcome.output
+    assert outcome.statuses == [status] * 2 and "Traceback" not in outcome.output, outcome.output
     assert checkpoints(run) == [last_step(run)]
 
 
@@ -191,6 +199,15 @@ def test_handlers_are_given_back(monkeypatch):
         assert request.signal == signal.SIGUSR1 and not request.interrupted
     assert [signal.getsignal(number) for number in stop.SIGNALS] == before and ended == []
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest(0):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_forked_process_is_ended_by_a_signal_and_tells_nobody():

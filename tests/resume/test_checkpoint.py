@@ -342,6 +342,16 @@ def test_later_checkpoints_that_a_run_goes_on_without_are_set_aside(tmp_path, ca
     assert [c.step for c in find_checkpoints(tmp_path, "m")] == [2]
 
 
+def test_one_that_has_lost_its_manifest_is_told_and_set_aside(tmp_path, caplog):
+    for step in (1, 2):
+        make(tmp_path, step)
+    (tmp_path / "m-2steps" / "manifest.json").unlink()
+    assert choose_checkpoint("latest", [tmp_path], "m") == tmp_path / "m-1steps"
+    assert "m-2steps is not a complete checkpoint: it has no manifest.json" in caplog.text
+    set_aside(tmp_path, "m", after=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m-1steps", "m-2steps.aside1"]
+
+
 def test_publishing_the_same_step_again_replaces_it_and_a_link_that_fails_does_no_harm(tmp_path, caplog):
     make(tmp_path, 4, val_loss=1.0)
     make(tmp_path / "elsewhere", 4, val_loss=2.0).rename(tmp_path / "m-4steps.tmp")
@@ -545,4 +555,5 @@ def _load_wrong(folder, name, sentence):
 def test_tensors_that_do_not_fit_are_refused(tmp_path):
     run_distributed(_save, tmp_path, "llama_tied", Layout("full_shard"), world_size=1)
     run_distributed(_load_wrong, tmp_path, "llama_gqa", "model.lm_head.weight is missing", world_size=1)
-    run_distributed(_load_wrong, tmp_path, "gpt_neox", "does not fit the model: .* and .* more", world_size=1)
+    said = "does not fit the model: .* and .* more; resume with the model"
+    run_distributed(_load_wrong, tmp_path, "gpt_neox", said, world_size=1)

@@ -210,6 +210,13 @@ def test_no_run_writes_over_another(jsonl, tmp_path):
     assert len(losses(tmp_path / "dead")) == 2
 
 
+def test_a_global_batch_that_is_changed_is_told(tmp_path):
+    words = [*LLAMA, "--use_synthetic_data", 1, "--output_dir", tmp_path, "--resume_from_checkpoint", "latest"]
+    run_job(*words, "--max_steps", 1, "--global_batch_size", 2).succeeded()
+    outcome = run_job(*words, "--max_steps", 2, "--global_batch_size", 4).succeeded()
+    assert "Changed since the checkpoint: the global batch, 2 -> 4 samples" in outcome.output
+
+
 @pytest.mark.full
 def test_a_small_validation_set_counts_each_row_once(jsonl, tmp_path):
     words = [

@@ -58,6 +58,17 @@ def test_lists_equals_signs_and_aliases():
     assert {"max_steps", "hybrid_shard_degree"} <= config.given
 
 
+def test_directories_at_home_are_meant_in_a_file_and_behind_an_equals_sign_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "run.yaml").write_text("checkpoint_dir: ~/saved\n")
+    words = ["--output_dir=~/runs/x", "--training_dir", "s3://bucket/~/x", "--text_document_separator", "~"]
+    config = parse_args(["--model", "llama_tiny", "--config", str(tmp_path / "run.yaml"), *words])
+    assert config.run.output_dir == "/home/me/runs/x"
+    assert config.checkpoint.checkpoint_dir == ("/home/me/saved",)
+    assert config.data.training_dir == "s3://bucket/~/x"
+    assert config.data.text_document_separator == "~"
+
+
 def test_flags_stand_above_the_file_and_the_file_above_defaults(tmp_path):
     config = from_yaml(tmp_path, "lr: 1e-3\nmax_training_steps: 9\nbeta1: 0.8\n", "--max_steps", 3)
     assert (config.lr.lr, config.run.max_steps, config.optim.beta1, config.optim.beta2) == (1e-3, 3, 0.8, 0.95)

@@ -184,6 +184,7 @@ SETTINGS = [
     (["--resume_from_checkpoint", "/absent"], "/absent is not a complete checkpoint.*give the path .*or latest"),
     (["--output_dir", "/proc/nothing"], "--output_dir /proc/nothing cannot be written .*choose another directory"),
     (["--checkpoint_dir", "/proc/nothing"], "--checkpoint_dir /proc/nothing cannot be written .*choose another"),
+    (["--output_dir", "/tmp/" + "d" * 300], "d cannot be written .File name too long.: choose another directory"),
     (["--tensorboard_dir", "/proc/nothing"], "--tensorboard_dir /proc/nothing cannot be written .*choose another"),
     (["--model_dir", "m"], "--model_dir needs --save_final_model 1: set it, or leave the directory out"),
     (["--model_dir", "/proc/a/b", "--save_final_model", 1], "--model_dir /proc/a cannot be written .*choose another"),

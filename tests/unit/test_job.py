@@ -37,7 +37,7 @@ def _check():
         r"the start .*None.* there": (plan(), fresh),
         "the global batch": (plan(), dataclasses.replace(START, global_batch_size=8)),
         "the training data": (plan(train_data=types.SimpleNamespace(fingerprint="other")), START),
-        "the settings": (plan(config=types.SimpleNamespace(flat=lambda: {"lr": 2.0})), START),
+        "--lr: 2.0 there, 1.0 here": (plan(config=types.SimpleNamespace(flat=lambda: {"lr": 2.0})), START),
     }
     for sentence, other in differences.items():
         with pytest.raises(UserError, match=f"rank 1 disagrees with rank 0 on {sentence}"):
