@@ -324,9 +324,9 @@ def sequence_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tens
     """Return the sum of the log-probabilities of the labelled tokens of each sequence, in nats; can be differentiated.
 
     Logits exist for a chunk of tokens alone. Under context parallelism the ranks of a sequence are given the same
-    batch, which is not sharded before, and all get the sums: one all-reduce. ``gradient_reduction`` is ``sum``: let
-    each of them differentiate the same loss of the sums, divided by the number of sequences of all ``mesh.data``
-    ranks.
+    batch, which is not sharded before, and all get the sums: one all-reduce. Let each of them differentiate the same
+    loss of the sums, divided by the number of sequences of all ``mesh.data`` ranks, or of its own where gradients are
+    averaged.
 
     Args:
         model: a causal language model of Hugging Face whose loss is in chunks: of :func:`parallelize` with
