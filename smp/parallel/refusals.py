@@ -20,14 +20,20 @@ def require_model(caller: str, model: Any, *, changes: bool = True) -> None:
     """Refuse what is no Hugging Face model, which has a config.
 
     Args:
-        changes: whether the caller replaces modules and parameters, which ``torch.compile`` has around it.
+        changes: whether the caller changes its modules, which it cannot from outside of what ``torch.compile`` returns.
     """
     if not isinstance(model, nn.Module) or getattr(model, "config", None) is None:
         raise UserError(
             f"{caller} takes a Hugging Face causal language model, got a {type(model).__name__}: build one, by "
             f"AutoModelForCausalLM.from_pretrained(directory) or smp.meta_init(config)"
         )
-    if changes and hasattr(model, "_orig_mod"):
+    if changes:
+        require_uncompiled(caller, model)
+
+
+def require_uncompiled(caller: str, model: nn.Module) -> None:
+    """Refuse what ``torch.compile`` has returned, the model being inside of it."""
+    if hasattr(model, "_orig_mod"):
         raise UserError(
             f"{caller} changes the model's modules, and this one is inside of torch.compile's: call {caller} before "
             f"torch.compile(model), or compile in place by model.compile()"

@@ -99,7 +99,7 @@ def _wrapped_or_compiled():
         with pytest.raises(smp.UserError, match=f"^DistributedDataParallel, .* that {name} has sharded .*: train it"):
             nn.parallel.DistributedDataParallel(model)
     compiled = torch.compile(build_reference("llama_gqa", torch.float32), backend="eager")
-    for change in (smp.transform, smp.parallelize, smp.lora):
+    for change in (smp.transform, smp.parallelize, smp.lora, smp.chunk_loss):
         with pytest.raises(
             smp.UserError, match=f"^smp.{change.__name__.replace('adapt', 'lora')} changes .*: call smp"
         ):
