@@ -36,7 +36,7 @@ from smp.parallel.parallelize import fill_model
 from smp.parallel.parallelize import parallelize as _parallelize
 from smp.parallel.refusals import (
     refuse_changes,
-    refuse_recomputation,
+    refuse_under_tensor_parallelism,
     require_kind,
     require_model,
     require_same_batch,
@@ -144,7 +144,7 @@ def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False,
     """Apply tensor and context parallelism, unless they have been."""
     family = family_of(model.config)
     if current.tp is not None and not is_split(model):
-        refuse_recomputation(model)
+        refuse_under_tensor_parallelism(model)
         split_model(model, family, current.tp, from_rank0=from_rank0)
         compare_batches(model, current.mesh)
     elif from_rank0 and current.tp is None:
@@ -324,9 +324,9 @@ def sequence_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tens
     """Return the sum of the log-probabilities of the labelled tokens of each sequence, in nats; can be differentiated.
 
     Logits exist for a chunk of tokens alone. Under context parallelism the ranks of a sequence are given the same
-    batch, which is not sharded before, and all get the sums: one all-reduce. ``gradient_reduction`` is ``sum``: let
-    each of them differentiate the same loss of the sums, divided by the number of sequences of all ``mesh.data``
-    ranks.
+    batch, which is not sharded before, and all get the sums: one all-reduce. Let each of them differentiate the same
+    loss of the sums, divided by the number of sequences of all ``mesh.data`` ranks, or of its own where gradients are
+    averaged.
 
     Args:
         model: a causal language model of Hugging Face whose loss is in chunks: of :func:`parallelize` with
@@ -389,7 +389,7 @@ def load_pretrained(model: nn.Module, weights: str | os.PathLike[str]) -> nn.Mod
     Raises:
         UserError: files that cannot be read or do not fit the model; no parameter is changed then.
     """
-    require_model("smp.load_pretrained", model)
+    require_model("smp.load_pretrained", model, changes=False)
     reshard(model)  # a gathered parameter is not the one that the optimizer updates
     load_pretrained_(model, Path(weights), hf_config=model.config)
     leave_out_frozen(model, Path(weights))

@@ -302,7 +302,7 @@ def export_hf(
     """
     added = added or {}
     if hf_config is None:
-        require_model("smp.export_hf", model)
+        require_model("smp.export_hf", model, changes=False)
     if isinstance(model, nn.Module):
         reshard(model)  # a gathered parameter is in the dtype of the computation
         added, left = added_parameters(model), left_out(model)

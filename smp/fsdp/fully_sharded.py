@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard as _fully_shard
 from smp.fsdp.meshes import default_mesh, shared_buffers
 from smp.fsdp.units import use_collectives
 from smp.parallel.optimizers import following_optimizers
+from smp.parallel.refusals import refuse_ddp
 from smp.parallel.script_hooks import reshard_after_evaluation
 
 
@@ -34,6 +35,7 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **arguments: Any
     first = modules[0]
     assert isinstance(first, FSDPModule)
     reshard_after_evaluation(modules[0])
+    refuse_ddp(modules[0], "smp.fully_shard")
     group = first._get_fsdp_state()._fsdp_param_group
     if group is not None and arguments.get("dp_mesh_dims") is None:
         use_collectives(first, group.mesh_info.mesh, shared_buffers=shared_buffers())

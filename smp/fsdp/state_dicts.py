@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from smp.errors import UserError
 from smp.fsdp.param_group import refuse_assigned
 from smp.fsdp.units import Unit, clean_name, full_tensor, unit_of, units_below
-from smp.parallel.optimizers import local_part
+from smp.parallel.optimizers import part_to_load
 
 _KINDS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (TorchFullStateDictConfig, FullOptimStateDictConfig),
@@ -52,7 +51,7 @@ class FullStateDictConfig(TorchFullStateDictConfig):
             )
 
 
-def refuse_sharded_tensor(value: torch.Tensor, what: str) -> None:
+def refuse_sharded_tensor(value: Any, what: str) -> None:
     """Raise UserError for FSDP1's ``ShardedTensor``."""
     if type(value).__name__ == "ShardedTensor":
         raise UserError(
@@ -186,11 +185,8 @@ def _before_loading(unit: Unit, module: nn.Module, state_dict: dict[str, Any], p
     """Replace every full tensor by this rank's shard."""
     if unit.summoned is not None:
         unit.summoned.interrupt(collective=True)
+    cast(FSDPModule, unit.modules[0]).reshard()  # as before saving
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        key, value = prefix + name, state_dict.get(prefix + name)
-        # What is no tensor torch refuses itself, and a DTensor is placed by it.
-        if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
-            continue
-        refuse_sharded_tensor(value, key)
-        if value.size() == parameter.shape:  # else torch says what does not fit
-            state_dict[key] = local_part(value, parameter)
+        if (key := prefix + name) in state_dict:
+            refuse_sharded_tensor(state_dict[key], key)
+            state_dict[key] = part_to_load(state_dict[key], parameter)

@@ -39,6 +39,7 @@ from smp.fsdp.units import (
 )
 from smp.parallel.grad_norm import clip_grad_norm_ as _clip_grad_norm
 from smp.parallel.optimizers import following_optimizers
+from smp.parallel.refusals import refuse_ddp
 from smp.parallel.script_hooks import refuse_added
 
 # Names of the constructor that a single unit does not have.
@@ -85,6 +86,7 @@ def _shard(
             unit = shard_unit(inner, own, **leave)
             inner.__class__ = _wrapped_class(wrapper, original)
             state_dicts.register_hooks(inner, unit)
+    refuse_ddp(module, "FSDP")
     if options.forward_prefetch and not container:
         prefetch_in_forward(module)
     if not ignored_parameters and not container:  # a script reduces the gradients of what it has ignored

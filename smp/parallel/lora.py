@@ -317,7 +317,7 @@ def adapt(
             its own way, those of a tensor-parallel group alike.
         quantize: store the weights of the blocks' linear layers in 4 bits.
         adapter_path: directory of an adapter in peft's format to start from, which sets the others.
-        seed: of the initial values, the same on every rank.
+        seed: of the initial values, the same on every rank; on the meta device those of ``random_seed`` of ``init``.
 
     Raises:
         UserError: there is no rank, a target is no linear layer, the adapter is of another model, or the model is not

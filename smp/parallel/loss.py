@@ -21,6 +21,7 @@ from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.linear import PLAIN, local_tensor, product_of
 from smp.parallel.linear_loss import CHUNK_TOKENS, HEAD_ROWS, SplitHead, check_chunk, linear_cross_entropy
+from smp.parallel.refusals import require_uncompiled
 from smp.parallel.targets import Targets, chosen_tokens, targets_of
 from smp.parallel.technique import Setup
 
@@ -54,6 +55,7 @@ def chunk_loss(
         UserError: ``chunk_tokens`` below 1, or a model that does with its logits what is not known here.
     """
     check_chunk(chunk_tokens)
+    require_uncompiled("smp.chunk_loss", model)
     split: SplitHead | None = getattr(model, SPLIT_HEAD, None)
     projection = model.get_submodule(head)
     transform = find_logits(model.get_submodule(head.rpartition(".")[0]), projection) if logits is None else logits

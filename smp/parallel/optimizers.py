@@ -26,6 +26,15 @@ def local_part(full: torch.Tensor, like: DTensor) -> DTensor:
     return part.to(like.to_local().device)  # type: ignore[return-value]
 
 
+def part_to_load(value: Any, parameter: nn.Parameter) -> Any:
+    """Return what ``load_state_dict`` can copy into a parameter: of a full tensor this rank's shard."""
+    # What is no tensor or does not fit torch refuses itself, and a DTensor is placed by it.
+    full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if full and isinstance(parameter, DTensor) and value.size() == parameter.shape:
+        return local_part(value, parameter)
+    return value
+
+
 @contextlib.contextmanager
 def following_optimizers(*models: nn.Module) -> Iterator[None]:
     """Give optimizers the parameters by which those of ``models`` are replaced inside, and their state the shards.

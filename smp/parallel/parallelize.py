@@ -111,8 +111,8 @@ def add_parameters(model: nn.Module, family: Family, settings: Settings) -> None
         own = member(technique, "parameters")(model, family, settings)
         if own.added or own.freezes:
             added.add_parameters(model, own.added, freezes=own.freezes)
-    if not next(model.parameters()).is_meta:
-        fill_added_(model, seed=0)
+            if not next(model.parameters()).is_meta:  # what a script has added before keeps its values
+                fill_added_(model, seed=0)
 
 
 def shape_of(resolved: ResolvedModel, settings: Settings) -> ModelShape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import zlib
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,27 @@ from smp.mesh import Mesh, Role
 from smp.parallel.sharding import fsdp_modules
 
 
-def require_model(caller: str, model: Any) -> None:
-    """Refuse what is no Hugging Face model, which has a config."""
+def require_model(caller: str, model: Any, *, changes: bool = True) -> None:
+    """Refuse what is no Hugging Face model, which has a config.
+
+    Args:
+        changes: whether the caller changes its modules, which it cannot from outside of what ``torch.compile`` returns.
+    """
     if not isinstance(model, nn.Module) or getattr(model, "config", None) is None:
         raise UserError(
             f"{caller} takes a Hugging Face causal language model, got a {type(model).__name__}: build one, by "
             f"AutoModelForCausalLM.from_pretrained(directory) or smp.meta_init(config)"
+        )
+    if changes:
+        require_uncompiled(caller, model)
+
+
+def require_uncompiled(caller: str, model: nn.Module) -> None:
+    """Refuse what ``torch.compile`` has returned, the model being inside of it."""
+    if hasattr(model, "_orig_mod"):
+        raise UserError(
+            f"{caller} changes the model's modules, and this one is inside of torch.compile's: call {caller} before "
+            f"torch.compile(model), or compile in place by model.compile()"
         )
 
 
@@ -54,8 +69,8 @@ def require_same_batch(caller: str, ids: torch.Tensor, ranks: Role, mesh: Mesh) 
         )
 
 
-def refuse_recomputation(model: Any) -> None:
-    """Refuse transformers' recomputation, which a model does not do whose blocks' forwards are replaced."""
+def refuse_under_tensor_parallelism(model: Any) -> None:
+    """Refuse transformers' generation, and its recomputation, which replaced forwards of blocks do not do."""
 
     def enable(*args: Any, **kwargs: Any) -> None:
         raise UserError(
@@ -66,6 +81,37 @@ def refuse_recomputation(model: Any) -> None:
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         enable()
     model.gradient_checkpointing_enable = model.activation_checkpointing_enable = enable
+
+    def generate(*args: Any, **kwargs: Any) -> None:
+        raise UserError(
+            "generate is not available under tensor parallelism: export the model by smp.export_hf, and load it with "
+            "from_pretrained"
+        )
+
+    model.generate = generate
+
+
+class _NoReplica:
+    """What ``DistributedDataParallel`` iterates over before all else."""
+
+    def __init__(self, call: str):
+        self._call = call
+
+    def __iter__(self) -> NoReturn:
+        raise UserError(
+            f"DistributedDataParallel, in which Accelerator.prepare and Trainer wrap a model, cannot take one that "
+            f"{self._call} has sharded or split, and which reduces its gradients itself: train it in a loop of your "
+            f"own, and give accelerator.prepare the optimizer and the dataloader alone"
+        )
+
+
+def refuse_ddp(model: Any, call: str) -> None:
+    """Let ``DistributedDataParallel`` of a model be a sentence.
+
+    Args:
+        call: that has sharded or split it.
+    """
+    model._ddp_params_and_buffers_to_ignore = _NoReplica(call)
 
 
 def refuse_changes(model: Any, call: str) -> None:
@@ -81,6 +127,7 @@ def refuse_changes(model: Any, call: str) -> None:
         )
 
     model.resize_token_embeddings = resize
+    refuse_ddp(model, call)
     save = getattr(type(model), "save_pretrained", None)
     if save is None:
         return

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.mesh import Mesh
+from smp.parallel.optimizers import part_to_load
 from smp.parallel.refusals import refuse_changes, require_same_batch
 from smp.parallel.sharding import reshard
 
@@ -27,6 +28,7 @@ def follow_script(model: nn.Module, call: str) -> None:
     """
     refuse_added(model, call)
     refuse_changes(model, call)
+    take_full_tensors(model)
     reshard_after_evaluation(model)
     let_backbone_be_called(model, call)
 
@@ -52,6 +54,18 @@ def refuse_added(model: nn.Module, call: str) -> None:
                 )
 
     handle = model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True)
+
+
+def take_full_tensors(model: nn.Module) -> None:
+    """Let ``load_state_dict`` take full tensors, of which each rank keeps its part."""
+
+    def keep(_: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+        reshard(model)  # a forward without a backward leaves parameters gathered
+        for name, parameter in model.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+            if name in state_dict:
+                state_dict[name] = part_to_load(state_dict[name], parameter)
+
+    model.register_load_state_dict_pre_hook(keep)
 
 
 def reshard_after_evaluation(model: nn.Module) -> None:

@@ -19,30 +19,32 @@ from smp.parallel.attention import document_lengths
 from smp.parallel.context.batch import check_batch, cut
 from smp.parallel.documents import document_index
 from smp.parallel.loss import is_in_chunks, model_loss_sum
+from smp.parallel.sharding import averages_gradients
 from smp.parallel.targets import chosen_tokens
 
 
 class _Sum(Function):
-    """The sum over the ranks of a sequence: each rank's gradient is that of its own summand."""
+    """The sum over the ranks of a sequence: each rank's gradient is that of its own summand, times a weight."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
-        total = own.clone()
+    def forward(ctx: Any, own: torch.Tensor, group: Any, weight: int) -> torch.Tensor:  # type: ignore[override]
+        total, ctx.weight = own.clone(), weight
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return gradient * ctx.weight, None, None
 
 
-def sum_over_ranks(own: torch.Tensor, ranks: Role) -> torch.Tensor:
+def sum_over_ranks(own: torch.Tensor, ranks: Role, *, averaged: bool = False) -> torch.Tensor:
     """Return the sum of what the ranks of a sequence have of it, on each; one all-reduce, none in backward.
 
     Gradients of parameters are summed over these ranks, so that each differentiates the whole of what follows from the
-    sum, by its own summand.
+    sum, by its own summand; where they are averaged, times the number of ranks.
     """
-    return own if ranks.size == 1 else cast(torch.Tensor, _Sum.apply(own, ranks.group))
+    weight = ranks.size if averaged else 1
+    return own if ranks.size == 1 else cast(torch.Tensor, _Sum.apply(own, ranks.group, weight))
 
 
 def log_probs(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None, *, balanced: bool = True) -> torch.Tensor:
@@ -79,7 +81,7 @@ def log_probs(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None, *, 
     chosen = chosen_tokens(own["targets"], part=splits)
     sequences = own["sequences"], len(own["sequence_tokens"])
     sums = -model_loss_sum(model, inputs, own["targets"], chosen, sequences)
-    return sums if mesh is None else sum_over_ranks(sums, mesh.cp)
+    return sums if mesh is None else sum_over_ranks(sums, mesh.cp, averaged=averages_gradients(model))
 
 
 def _padded_on_the_right(caller: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 # FSDP1's size_based_auto_wrap_policy used this default.
 MIN_UNIT_PARAMETERS = 100_000_000
+_SUMMED = "_smp_gradients_are_summed"  # attribute of a model
 
 
 class Unit(NamedTuple):
@@ -125,6 +126,7 @@ def shard_model(
         group = mesh.device_mesh.get_group("dp_shard")
         install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
     _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
+    setattr(model, _SUMMED, True)
     return model
 
 
@@ -135,6 +137,12 @@ def average_gradients(model: nn.Module, mesh: Mesh) -> None:
     """
     for module in fsdp_modules(model):
         module.set_all_reduce_hook(lambda gradients: gradients.div_(mesh.loss.size))  # type: ignore[arg-type]
+    setattr(model, _SUMMED, False)
+
+
+def averages_gradients(model: nn.Module) -> bool:
+    """Return whether gradients of a sharded model are averaged over ranks, as torch's ``fully_shard`` does."""
+    return any(fsdp_modules(model)) and not getattr(model, _SUMMED, False)
 
 
 def placement(parameter: nn.Parameter) -> Shard | None:

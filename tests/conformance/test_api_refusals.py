@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import smp
 from smp.parallel import refusals
@@ -88,3 +90,36 @@ def _other_batches():
 
 def test_ranks_of_a_tensor_parallel_group_that_read_other_samples():
     run_distributed(_other_batches, world_size=2)
+
+
+def _wrapped_or_compiled():
+    smp.init()
+    for shard, name in ((smp.parallelize, "smp.parallelize"), (smp.FSDP, "FSDP"), (smp.fully_shard, "smp.fully_shard")):
+        model = shard(build_reference("llama_gqa", torch.float32))
+        with pytest.raises(smp.UserError, match=f"^DistributedDataParallel, .* that {name} has sharded .*: train it"):
+            nn.parallel.DistributedDataParallel(model)
+    compiled = torch.compile(build_reference("llama_gqa", torch.float32), backend="eager")
+    for change in (smp.transform, smp.parallelize, smp.lora, smp.chunk_loss):
+        with pytest.raises(
+            smp.UserError, match=f"^smp.{change.__name__.replace('adapt', 'lora')} changes .*: call smp"
+        ):
+            change(compiled)
+
+
+def test_what_is_put_around_a_model_of_which_each_rank_has_a_part():
+    run_distributed(_wrapped_or_compiled, world_size=2)
+
+
+def _too_early():
+    smp.init(tp=2)
+    model, ids = build_reference("llama_gqa", torch.float32), torch.arange(8).view(2, 4)
+    smp.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+    loss = smp.parallelize(model)(input_ids=ids, labels=ids).loss
+    with pytest.raises(smp.UserError, match=r"^tensor parallelism cannot recompute .*: call apply_activation_check"):
+        loss.backward()
+    with pytest.raises(smp.UserError, match=r"^generate is not available under tensor parallelism: export the model"):
+        model.generate(ids, use_cache=False)
+
+
+def test_recomputation_and_generation_that_tensor_parallelism_does_not_do():
+    run_distributed(_too_early, world_size=2)

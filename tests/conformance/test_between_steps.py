@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import smp
 from tests.distributed import run_distributed
 from tests.reference import VOCABULARY, build_reference
+from tests.tensor_parallel import whole
 
 BETWEEN = (
     "before the optimizer is made",
@@ -194,3 +195,22 @@ def _shared_with_the_root():
 
 def test_a_backbone_whose_parameters_the_model_gathers_is_not_called_alone():
     run_distributed(_shared_with_the_root, world_size=2)
+
+
+def _loaded(settings):
+    smp.init(**settings)
+    reference = build_reference("llama_gqa", torch.float32)
+    for shard in (smp.parallelize, lambda model: smp.FSDP(smp.transform(model))):
+        model = shard(build_reference("llama_gqa", torch.float32))
+        for factor, gathered in ((0.5, False), (2.0, True)):
+            full = {name: value * factor for name, value in reference.state_dict().items()}
+            if gathered:  # a forward without a backward
+                model(input_ids=batch(0))
+            assert not any(model.load_state_dict(full))
+            found = model.state_dict()
+            assert all(torch.equal(whole(found[name]), value) for name, value in full.items())
+
+
+@pytest.mark.parametrize("settings", [{}, {"tp": 2}], ids=str)
+def test_full_tensors_are_loaded_into_a_sharded_model(settings):
+    run_distributed(_loaded, settings, world_size=2)

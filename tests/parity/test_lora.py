@@ -162,6 +162,24 @@ def test_a_script_adds_adapters(tmp_path):
     run_distributed(script, tmp_path, world_size=2)
 
 
+def adapters_of_a_script():
+    """The seed of smp.lora, and what a script has written into its adapters, are what is trained."""
+    smp.init()
+    model = smp.lora(build_reference("llama_gqa", torch.float32), 2, seed=5)
+    adapters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            if name.endswith("lora_B"):
+                parameter.fill_(0.5)
+    wanted = {name: parameter.detach().clone() for name, parameter in adapters.items()}
+    found = dict(smp.parallelize(model).named_parameters())
+    assert len(wanted) == 2 * 7 * 3 and all(torch.equal(whole(found[name]), values) for name, values in wanted.items())
+
+
+def test_adapters_keep_the_values_that_a_script_gave_them():
+    run_distributed(adapters_of_a_script, world_size=2)
+
+
 def test_a_script_is_refused_what_cannot_be_done():
     model = build_reference("llama_gqa", torch.float32)
     with pytest.raises(UserError, match="give a rank"):

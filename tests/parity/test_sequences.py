@@ -141,6 +141,30 @@ def test_sums_and_gradients_are_those_of_log_softmax(name, world_size):
     run_distributed(check, name, expected, world_size=world_size)
 
 
+def check_averaged(expected):
+    """Where gradients are averaged over ranks, a loss is divided by the data rank's own sequences."""
+    sums, gradients = expected
+    ids, labels, _ = data()
+    for layout in LAYOUTS[dist.get_world_size()]:
+        mesh = smp.init(**layout)
+        for shard in (
+            lambda model: smp.parallelize(model, gradient_reduction="mean"),
+            lambda model: smp.FSDP(smp.transform(model)),
+        ):
+            model = smp.chunk_loss(shard(build_reference("llama_gqa", torch.float64)))
+            rows = slice(*(ROWS * at // mesh.data_size for at in (mesh.data_rank, mesh.data_rank + 1)))
+            found = smp.sequence_log_probs(model, {"input_ids": ids[rows], "labels": labels[rows]})
+            assert relative(found.detach() - sums[rows], sums[rows]) <= 1e-9, layout
+            (loss_of(found) * mesh.data_size).backward()
+            for key, p in model.named_parameters():
+                assert relative(whole(p.grad) - gradients[key], gradients[key]) <= 1e-9, (layout, key)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_gradients_that_are_averaged(world_size):
+    run_distributed(check_averaged, reference("llama_gqa", packed=False), world_size=world_size)
+
+
 def test_one_process_without_a_mesh_and_what_is_refused():
     model = build_reference("llama_gqa", torch.float64)
     ids, labels, positions = data()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smp.errors import UserError
 from smp.loss import check_ids
 from smp.parallel.linear import Linears, Product, by_rows, linear, local_tensor, product_of, product_of_call
 from smp.parallel.tensor.functions import (
@@ -65,6 +66,11 @@ class ReplicatedParams:
 
     def tensor(self, index: int) -> torch.Tensor | None:
         """Return the tensor to compute with; only inside :meth:`open`."""
+        if not self._now:
+            raise UserError(
+                "tensor parallelism cannot recompute a block without what it has put around it: call "
+                "apply_activation_checkpointing after smp.transform or smp.parallelize, for whole blocks"
+            )
         return self._now[index]
 
     def compute_with(self, module: nn.Module) -> None:
