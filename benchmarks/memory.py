@@ -29,7 +29,7 @@ from train_step import WARMUP_STEPS, Result, measure
 
 from smp.config import ActivationConfig, LossConfig, Settings
 from smp.errors import UserError
-from smp.memory.plan import peak_bytes
+from smp.memory.estimate import peak_bytes
 from smp.memory.shape import Workload, model_shape
 from smp.memory.tracker import rss_bytes
 from smp.mesh import lay_out
@@ -231,7 +231,7 @@ def main(argv: list[str]) -> None:
         "## A training step", "",
         f"{size:.1f}M parameters: width {hidden}, {blocks} blocks, intermediate width {intermediate}, vocabulary "
         f"{vocabulary}; one sample of {length} tokens for each process, fp32, fully sharded, over smddp. Predicted "
-        f"from shapes by `smp.memory.plan`, before.", "", *steps, "",
+        f"from shapes by `smp.memory.estimate`, before.", "", *steps, "",
         "## What a forward leaves on the device", "",
         "Blocks of width 256 on 65536 tokens: 64 MiB of input each. Resident memory, offloaded to disk.", "", *layers,
         "",

@@ -39,8 +39,8 @@ from smp.plan.devices import DEVICES, DeviceRow
 from smp.plan.worker import worker
 from smp.runtime import process_group
 from smp.train.arguments import parse_args
+from smp.train.checked_job import make_job
 from smp.train.optimizer import build_optimizer
-from smp.train.run_plan import make_job
 from smp.train.step import train_step
 
 RUNS = Path(__file__).with_name("published_runs.csv")

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from smp.environment import Launch
 from smp.errors import ConfigError, UserError
 from smp.train.arguments import parse_args
+from smp.train.checked_job import check_job
 from smp.train.elsewhere import planned_launch
-from smp.train.run_plan import make_plan
 
 JOB = (
     *("--model", "llama_tiny", "--use_synthetic_data", "1", "--distributed_backend", "nccl"),
@@ -39,7 +39,7 @@ def problems(words: Sequence[str], folder: str) -> list[str]:
     """Return the sentences with which the job is refused."""
     try:
         config = parse_args([*JOB, "--output_dir", folder, *words])
-        make_plan(config, planned_launch(config, Launch()))
+        check_job(config, planned_launch(config, Launch()))
     except ConfigError as error:
         return list(error.problems)
     except UserError as error:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.config import Settings
 from smp.delayed_init import build_on_meta
-from smp.memory.plan import estimate_memory, memory_table
+from smp.memory.estimate import estimate_memory, memory_table
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.models.model_config import ResolvedModel

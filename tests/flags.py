@@ -22,7 +22,7 @@ from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import compute_dtype, prepare_model
 from smp.runtime import Launch, process_group
 from smp.train.arguments import FLAGS, parse_args
-from smp.train.run_plan import make_plan
+from smp.train.checked_job import check_job
 from tests.job import LLAMA
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -45,7 +45,7 @@ def parse(words: Words):
 
 
 def plan_of(words: Words, tmp: pathlib.Path, *, model: Words = LLAMA, data: Words = SYNTHETIC):
-    return make_plan(
+    return check_job(
         parse([*model, *data, "--output_dir", tmp / "run", "--data_cache_dir", tmp / "cache", *words]), Launch()
     )
 

@@ -31,9 +31,9 @@ from smp.parallel.parallelize import prepare_model
 from smp.plan.shim import python_with
 from smp.runtime import Launch
 from smp.train.arguments import parse_args
+from smp.train.checked_job import Job, make_job
 from smp.train.optimizer import build_optimizer
 from smp.train.preference import loss_of
-from smp.train.run_plan import Job, make_job
 from smp.train.step import train_step
 from tests.distributed import run_distributed
 

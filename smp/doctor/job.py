@@ -6,9 +6,9 @@ import dataclasses
 
 from smp.doctor.check import CheckContext
 from smp.errors import ConfigError
+from smp.memory.estimate import GIB, estimate_memory
 from smp.memory.limits import available_memory
-from smp.memory.plan import GIB, estimate_memory
-from smp.train.run_plan import batch_of_flags, make_plan, refuse_too_large, sizes
+from smp.train.checked_job import batch_of_flags, check_job, refuse_too_large, sizes
 
 PLAN_SHARE = 5.0  # of --timeout: data may have to be converted
 
@@ -25,29 +25,29 @@ def check_plan(ctx: CheckContext) -> None:
     if not request.has_job:
         ctx.ok("no model, data or --config was given: no job was planned")
         return
-    plan = make_plan(dataclasses.replace(config, run=dataclasses.replace(config.run, dry_run=True)), ctx.launch)
-    plan.close()
-    shape, work = sizes(plan)
-    needed = sum(estimate_memory(shape, plan.mesh, work).values())
-    available = available_memory(plan.device, ctx.launch.local_world_size)
-    data = {"parameters": shape.parameters, "vocab_size": plan.model.hf_config.vocab_size, "needed_bytes": needed,
+    job = check_job(dataclasses.replace(config, run=dataclasses.replace(config.run, dry_run=True)), ctx.launch)
+    job.close()
+    shape, work = sizes(job)
+    needed = sum(estimate_memory(shape, job.mesh, work).values())
+    available = available_memory(job.device, ctx.launch.local_world_size)
+    data = {"parameters": shape.parameters, "vocab_size": job.model.hf_config.vocab_size, "needed_bytes": needed,
             "available_bytes": available}  # fmt: skip
     ctx.measure("model", data)
-    pipelines = {"training": plan.train_data, "validation": plan.validation_data}
+    pipelines = {"training": job.train_data, "validation": job.validation_data}
     samples = {
         name: f"{pipeline.samples_per_epoch} samples ({pipeline.fingerprint})"
         for name, pipeline in pipelines.items()
         if pipeline is not None
     }
     ctx.measure("data", samples)
-    refuse_too_large(plan, available)
+    refuse_too_large(job, available)
     ctx.ok(
-        f"{plan.model.name}: {shape.parameters:,} parameters; each process needs about {needed / GIB:.1f} GiB, and "
+        f"{job.model.name}: {shape.parameters:,} parameters; each process needs about {needed / GIB:.1f} GiB, and "
         f"there are {available / GIB:.1f} GiB for each",
         **data,
     )
-    batch = config.run.global_batch_size or batch_of_flags(config, plan.mesh)
-    _check_amount(ctx, plan.train_data.samples_per_epoch, batch, plan.model.sequence_length)
+    batch = config.run.global_batch_size or batch_of_flags(config, job.mesh)
+    _check_amount(ctx, job.train_data.samples_per_epoch, batch, job.model.sequence_length)
 
 
 def _check_amount(ctx: CheckContext, samples: int, batch: int, length: int) -> None:

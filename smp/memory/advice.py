@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from smp.axes import AXES
 from smp.config import ActivationConfig, LossConfig, flag_text
-from smp.memory.plan import peak_bytes
+from smp.memory.estimate import peak_bytes
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 
@@ -49,7 +49,7 @@ def changes_that_help(
     """Return the ``most`` changes with the largest predicted saving of a rank, largest first.
 
     Args:
-        shape, mesh, work: of the job, as for :func:`smp.memory.plan.estimate_memory`.
+        shape, mesh, work: of the job, as for :func:`smp.memory.estimate.estimate_memory`.
         accumulation: micro-batches of a step; None: they follow from ``--global_batch_size``.
         legal: tells whether the model can be laid out over a mesh.
     """

@@ -1,10 +1,10 @@
-"""Host memory of a rank whose tensors are on a GPU: the prediction of :mod:`smp.memory.plan` is of the GPU's memory."""
+"""Host memory of a rank whose tensors are on a GPU, whose own memory is :mod:`smp.memory.estimate`'s."""
 
 from __future__ import annotations
 
 from smp.config import ActivationConfig
 from smp.errors import UserError
-from smp.memory.plan import BASE_HOST_BYTES, GIB
+from smp.memory.estimate import BASE_HOST_BYTES, GIB
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.parallel.activation_checkpoint import waiting_bytes

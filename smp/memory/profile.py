@@ -189,7 +189,7 @@ class MemoryProfile(TorchDispatchMode):
 
         Args:
             title: the first line.
-            predicted: bytes by category from :func:`smp.memory.plan.estimate_memory`, in a further column.
+            predicted: bytes by category from :func:`smp.memory.estimate.estimate_memory`, in a further column.
         """
         peak = self.peak()
         lines = [f"{title} ({peak.phase}):"]

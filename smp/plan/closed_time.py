@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from smp.axes import AXES
 from smp.config import ActivationConfig, ParallelConfig
-from smp.memory.plan import peak_bytes
+from smp.memory.estimate import peak_bytes
 from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Workload
 from smp.mesh import Mesh
 from smp.parallel import parallelize

@@ -18,7 +18,7 @@ import torch
 from smp.config import ActivationConfig
 from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, Problems, UserError
-from smp.memory.plan import process_bytes
+from smp.memory.estimate import process_bytes
 from smp.models.model_config import resolve_model
 from smp.parallel.allocator import AllocatorConfig
 from smp.parallel.parallelize import find_problems
@@ -35,7 +35,7 @@ from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.trace import trace_step, untraced_bytes
 from smp.runtime import Launch, choose_backend
 from smp.train.arguments import parse_args
-from smp.train.run_plan import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes
+from smp.train.checked_job import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes
 
 _MARGIN = 2  # blocks at each end, of which prefetching makes other buffers than of those between
 

@@ -14,7 +14,7 @@ from smp.checkpoint.config import CheckpointConfig
 from smp.data.config import NO_DATA, DataConfig
 from smp.data.data_pipeline import BatchShape, open_samples
 from smp.errors import ConfigError, UserError
-from smp.memory.plan import estimate_memory, free_blocks, processes_that_fit
+from smp.memory.estimate import estimate_memory, free_blocks, processes_that_fit
 from smp.memory.shape import ModelShape
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model

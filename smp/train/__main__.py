@@ -21,6 +21,7 @@ from smp.memory.tracker import MemoryTracker
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.arguments import ArgumentsError, parse_args
+from smp.train.checked_job import CheckedJob, check_job, problems_of_rest
 from smp.train.elsewhere import planned_launch
 from smp.train.evaluate import evaluate
 from smp.train.exit import exit_status, print_problems, run_to_end
@@ -28,70 +29,69 @@ from smp.train.history import recorded
 from smp.train.optimizer import build_optimizer
 from smp.train.planned import Planned, dry_run, predict, print_plan
 from smp.train.report import announce, arguments_table, begin_files, changes_since
-from smp.train.run_plan import RunPlan, make_plan, problems_of_rest
 from smp.train.start import agree_on_start, prepare_device, restore_start, search_for
 from smp.train.trainer import Trainer, finish, train
 
 logger = get_logger("train")
 
 
-def run(plan: RunPlan, guard: Guard) -> int:
+def run(job: CheckedJob, guard: Guard) -> int:
     """Build each part, train, and write what remains; returns the exit status."""
-    config, launch = plan.config, plan.launch
-    predicted = predict(plan) if config.run.plan and launch.is_main else None
+    config, launch = job.config, job.launch
+    predicted = predict(job) if config.run.plan and launch.is_main else None
     with (
-        process_group(config.comm, launch, plan.device, cpu_offload=config.activation.cpu_offload),
+        process_group(config.comm, launch, job.device, cpu_offload=config.activation.cpu_offload),
         guard.connected(),
-        lock_directories([plan.run_dir, *plan.checkpoint_dirs] if launch.is_main else []),
+        lock_directories([job.run_dir, *job.checkpoint_dirs] if launch.is_main else []),
     ):
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
-        search = search_for(plan, functools.partial(agree_on_start, plan, guard.enter))
+        search = search_for(job, functools.partial(agree_on_start, job, guard.enter))
         start = search.first()
-        prepare_device(plan, batch=start.global_batch_size)
-        memory = MemoryTracker(plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank)
-        mesh = plan.mesh.join(plan.device.type)
+        prepare_device(job, batch=start.global_batch_size)
+        memory = MemoryTracker(job.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank)
+        mesh = job.mesh.join(job.device.type)
         model = prepare_model(
-            plan.model,
+            job.model,
             mesh=mesh,
-            settings=plan.setup.settings,
-            dtype=plan.dtype,
-            device=plan.device,
+            settings=job.setup.settings,
+            dtype=job.dtype,
+            device=job.device,
             seed=config.run.seed,
             load_weights=start.checkpoint is None,
             record=functools.partial(memory.record, step=start.progress.step),
         )
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         seed_everything(config.run.seed, mesh.loss.rank)
-        start = search.fill(start, functools.partial(restore_start, plan, mesh, model, optimizer))
+        start = search.fill(start, functools.partial(restore_start, job, mesh, model, optimizer))
         guard.refuse_crash_loop(start.progress.step)
-        plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
+        job.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
         state = dataclasses.replace(start.progress)
         saver = Saver(
             config.checkpoint,
-            plan.storages,
+            job.storages,
             model=model,
             optimizer=optimizer,
-            model_name=plan.model.name,
+            model_name=job.model.name,
             first_step=state.step,
             max_steps=start.max_steps,
             begins_from=str(start.checkpoint),
             record=lambda tag: memory.record(tag, state.step),
         )
         together(saver.prepare)
-        if plan.launch.local_world_size < plan.launch.world_size and not config.checkpoint.is_local:
-            for storage in plan.storages:
-                storage.require_shared(plan.model.name)
+        if job.launch.local_world_size < job.launch.world_size and not config.checkpoint.is_local:
+            for storage in job.storages:
+                storage.require_shared(job.model.name)
         saver.open_mirrors()
         # Nothing could be refused any more: from here on files are written.
-        metrics = together(lambda: begin_files(plan, start))
+        metrics = together(lambda: begin_files(job, start))
         memory.connect(metrics.writers.scalars)
-        planned = Planned(plan, start.progress.step, predicted)
-        setup = dataclasses.replace(plan.setup, mesh=mesh)
-        trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, setup, saver, guard, planned)
-        announce(plan, start, model)
+        planned = Planned(job, start.progress.step, predicted)
+        setup = dataclasses.replace(job.setup, mesh=mesh)
+        trainer = Trainer(job, start, model, optimizer, state, metrics, memory, setup, saver, guard, planned)
+        announce(job, start, model)
         metrics.writers.text("Arguments", arguments_table(config))
-        changes = changes_since(start.saved.run if start.saved else {}, plan, start)
-        with recorded(plan, start, state, guard, changes=changes) as ended:
+        changes = changes_since(start.saved.run if start.saved else {}, job, start)
+        with recorded(job, start, state, guard, changes=changes) as ended:
             with metrics.trackers, saver.finishing(guard.enter):
                 status = train(trainer)
             finish(trainer, status)
@@ -111,11 +111,11 @@ def main(argv: list[str] | None = None) -> int:
             config = parse_args(argv)
         except ArgumentsError as error:
             raise ConfigError([*error.problems, *problems_of_rest(error, launch)]) from None
-        plan = make_plan(config, planned_launch(config, launch))
+        job = check_job(config, planned_launch(config, launch))
         if config.run.dry_run:
-            dry_run(plan)
+            dry_run(job)
             if config.run.plan and launch.rank == 0:
-                print_plan(plan)
+                print_plan(job)
             return 0
     except UserError as error:
         # Every rank finds the same problems; one of each host prints them.
@@ -125,12 +125,12 @@ def main(argv: list[str] | None = None) -> int:
     guard = Guard(
         config.faults,
         launch,
-        plan.device,
-        run_dir=plan.run_dir,
+        job.device,
+        run_dir=job.run_dir,
         timeout=config.comm.distributed_timeout,
     )
     with guard:
-        return run_to_end(plan, guard, functools.partial(evaluate if config.data.evaluate_only else run, plan, guard))
+        return run_to_end(job, guard, functools.partial(evaluate if config.data.evaluate_only else run, job, guard))
 
 
 def log_to_console() -> None:

@@ -19,9 +19,9 @@ from smp.log import configure_logging, get_logger
 from smp.parallel import lora
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import process_group
+from smp.train.checked_job import CheckedJob, planned_batch
 from smp.train.metrics import json_line, validation_record
 from smp.train.reference import expect_references, give_references
-from smp.train.run_plan import RunPlan, planned_batch
 from smp.train.start import prepare_device, read_usable, require_agreement, search_for
 from smp.train.state import Start, TrainState
 from smp.train.validation import Validation, validate
@@ -29,109 +29,109 @@ from smp.train.validation import Validation, validate
 logger = get_logger("train")
 
 
-def evaluate(plan: RunPlan, guard: Guard) -> int:
+def evaluate(job: CheckedJob, guard: Guard) -> int:
     """Print the validation loss of the model, or of the checkpoint that is named; returns the exit status.
 
     A run that goes on in the same directory is not disturbed: nothing there is locked or changed.
     """
-    config, launch = plan.config, plan.launch
+    config, launch = job.config, job.launch
     guard.stop.__exit__()  # there is nothing to save: a signal ends the process at once
     with (
-        process_group(config.comm, launch, plan.device, cpu_offload=config.activation.cpu_offload),
+        process_group(config.comm, launch, job.device, cpu_offload=config.activation.cpu_offload),
         guard.connected(),
     ):
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
-        search = search_for(plan, functools.partial(_candidate, plan, guard.enter))
+        search = search_for(job, functools.partial(_candidate, job, guard.enter))
         start = search.first()
-        prepare_device(plan, batch=start.global_batch_size)
-        mesh = plan.mesh.join(plan.device.type)
+        prepare_device(job, batch=start.global_batch_size)
+        mesh = job.mesh.join(job.device.type)
         model = prepare_model(
-            plan.model,
+            job.model,
             mesh=mesh,
-            settings=plan.setup.settings,
-            dtype=plan.dtype,
-            device=plan.device,
+            settings=job.setup.settings,
+            dtype=job.dtype,
+            device=job.device,
             seed=config.run.seed,
             load_weights=start.checkpoint is None,
         )
-        setup = dataclasses.replace(plan.setup, mesh=mesh)
+        setup = dataclasses.replace(job.setup, mesh=mesh)
 
         def fill(start: Start) -> None:
             if start.checkpoint is not None and start.saved is not None:
-                together(functools.partial(expect_references, plan, start, model))
+                together(functools.partial(expect_references, job, start, model))
                 restore_model(start.checkpoint, start.saved, model)
 
         start = search.fill(start, fill)
         if start.checkpoint is not None:
-            give_references(plan, model, setup, enter=guard.enter)
+            give_references(job, model, setup, enter=guard.enter)
         guard.enter("validation")
-        result = validate(plan, model, setup, enter=guard.enter)
+        result = validate(job, model, setup, enter=guard.enter)
         if not result.tokens:
             raise UserError(f"{config.data.test_dir} contains no token that follows another: nothing to evaluate on")
         if launch.is_main:
-            _report(plan, start, result)
-        plan.close()
+            _report(job, start, result)
+        job.close()
         guard.part(0)
     return 0
 
 
-def _candidate(plan: RunPlan, enter: Callable[[str], None], damaged: Damaged) -> Start:
+def _candidate(job: CheckedJob, enter: Callable[[str], None], damaged: Damaged) -> Start:
     """Choose the checkpoint that is named, alike on all ranks, or none; collective.
 
     Raises:
         UserError: on every rank; it is of another model or kind, or there is none.
     """
-    settings = plan.config.checkpoint
-    wanted = locate(plan.storages, settings.resume_from_checkpoint, plan.model.name, damaged=damaged)
+    settings = job.config.checkpoint
+    wanted = locate(job.storages, settings.resume_from_checkpoint, job.model.name, damaged=damaged)
     if isinstance(wanted, RemoteCheckpoint):
         wanted.store.advance = lambda _: enter("start")
     if wanted == LATEST and settings.is_local:
         chosen: Path | RemoteCheckpoint | None = together(
-            lambda: common_start(plan.checkpoint_dirs, plan.model.name, damaged)
+            lambda: common_start(job.checkpoint_dirs, job.model.name, damaged)
         )
     else:
-        chosen = together(functools.partial(_chosen, plan, wanted, damaged))
-    start = together(functools.partial(_resolve, plan, chosen))
-    require_agreement(plan, start)
+        chosen = together(functools.partial(_chosen, job, wanted, damaged))
+    start = together(functools.partial(_resolve, job, chosen))
+    require_agreement(job, start)
     return start
 
 
-def _chosen(plan: RunPlan, wanted: str | RemoteCheckpoint | None, damaged: Damaged) -> Path | RemoteCheckpoint | None:
+def _chosen(job: CheckedJob, wanted: str | RemoteCheckpoint | None, damaged: Damaged) -> Path | RemoteCheckpoint | None:
     if wanted is None or isinstance(wanted, RemoteCheckpoint):
         return wanted
-    if wanted != LATEST and plan.config.checkpoint.is_local:
-        wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
-    return choose_checkpoint(wanted, plan.checkpoint_dirs, plan.model.name, damaged=damaged)
+    if wanted != LATEST and job.config.checkpoint.is_local:
+        wanted = str(own_checkpoint(Path(wanted), job.launch.rank, job.launch.world_size))
+    return choose_checkpoint(wanted, job.checkpoint_dirs, job.model.name, damaged=damaged)
 
 
-def _resolve(plan: RunPlan, checkpoint: Path | RemoteCheckpoint | None) -> Start:
+def _resolve(job: CheckedJob, checkpoint: Path | RemoteCheckpoint | None) -> Start:
     """Return the checkpoint with its manifest.
 
     Raises:
         UserError: there is none though one was asked for, or it is damaged, or of another model or kind.
     """
-    settings, saved = plan.config.checkpoint, None
+    settings, saved = job.config.checkpoint, None
     if checkpoint is not None:
         saved = read_usable(checkpoint, local=settings.is_local)
-        check_architecture(checkpoint, saved.model["config"], plan.model.hf_config)
+        check_architecture(checkpoint, saved.model["config"], job.model.hf_config)
     elif settings.resume_from_checkpoint is not None:
-        shared = [each.parent if settings.is_local else each for each in plan.checkpoint_dirs]
-        refuse_other_kinds(shared, plan.launch.world_size, local=settings.is_local)
-        urls = [storage.mirror.store for storage in plan.storages if storage.mirror is not None]
+        shared = [each.parent if settings.is_local else each for each in job.checkpoint_dirs]
+        refuse_other_kinds(shared, job.launch.world_size, local=settings.is_local)
+        urls = [storage.mirror.store for storage in job.storages if storage.mirror is not None]
         looked_in = ", ".join(map(str, [*shared, *urls]))
         raise UserError(
-            f"no checkpoint of {plan.model.name} in {looked_in}: name the run by --output_dir, a "
+            f"no checkpoint of {job.model.name} in {looked_in}: name the run by --output_dir, a "
             f"checkpoint at a URL by --resume_from_checkpoint, or leave that out to evaluate the model itself"
         )
-    return Start(checkpoint, saved, TrainState(), planned_batch(plan.config, plan.mesh), 0)
+    return Start(checkpoint, saved, TrainState(), planned_batch(job.config, job.mesh), 0)
 
 
-def _report(plan: RunPlan, start: Start, result: Validation) -> None:
+def _report(job: CheckedJob, start: Start, result: Validation) -> None:
     """Log the result, and print it as a line of JSON, the last of the output."""
-    model, step = plan.model.weights or plan.model.name, start.saved.step if start.saved else None
-    if adapter := plan.settings[lora.Config].adapter_path:
+    model, step = job.model.weights or job.model.name, start.saved.step if start.saved else None
+    if adapter := job.settings[lora.Config].adapter_path:
         model = f"{model} with {adapter}"
-    untrained = start.checkpoint is None and plan.model.weights is None
+    untrained = start.checkpoint is None and job.model.weights is None
     logger.info(
         "Evaluated %s%s on %d sequences, %d tokens",
         start.checkpoint or model, " with its initial values" if untrained else "", result.samples, result.tokens,

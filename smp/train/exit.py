@@ -14,8 +14,8 @@ from smp.faults.guard import Guard
 from smp.faults.stop import INTERRUPTED
 from smp.log import begin_line, redact
 from smp.memory.profile import is_out_of_memory
+from smp.train.checked_job import CheckedJob
 from smp.train.report import print_out_of_memory
-from smp.train.run_plan import RunPlan
 
 
 def exit_status(main: Callable[[], int]) -> int:
@@ -35,7 +35,7 @@ def exit_status(main: Callable[[], int]) -> int:
         return 1
 
 
-def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
+def run_to_end(job: CheckedJob, guard: Guard, run: Callable[[], int]) -> int:
     """Call ``run`` and print why it failed, if it does; returns the exit status.
 
     The rank that failed prints everything, each other rank one line that it lost that rank.
@@ -48,7 +48,7 @@ def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
             print(f"error: {error}", file=sys.stderr)
         return error.status
     except UserError as error:
-        if plan.launch.local_rank == 0 or isinstance(error, RankError):
+        if job.launch.local_rank == 0 or isinstance(error, RankError):
             print_problems(error)
         return 2
     except RunError as error:
@@ -58,14 +58,14 @@ def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
     except Exception as error:
         get_error_handler().record_exception(error)
         if (sentence := limit_reached(error)) is not None:
-            print(f"error: rank {plan.launch.rank}: {sentence}", file=sys.stderr)
+            print(f"error: rank {job.launch.rank}: {sentence}", file=sys.stderr)
             return 1
         if not is_out_of_memory(error):
-            print(f"error: rank {plan.launch.rank} failed in {guard.watchdog.activity}:", file=sys.stderr)
+            print(f"error: rank {job.launch.rank} failed in {guard.watchdog.activity}:", file=sys.stderr)
             traceback.print_exception(error)
             return 1
         failure, tables = (str(error).splitlines() or [type(error).__name__])[0], getattr(error, "__notes__", [])
-    print_out_of_memory(plan, failure, tables)  # after the error is gone, with the frames that hold the memory
+    print_out_of_memory(job, failure, tables)  # after the error is gone, with the frames that hold the memory
     return 1
 
 

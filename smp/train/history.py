@@ -24,9 +24,9 @@ from smp.errors import RunError, UserError
 from smp.faults.guard import Guard
 from smp.faults.stop import INTERRUPTED, STOPPED
 from smp.log import get_logger, redacted
-from smp.memory.plan import estimate_memory
+from smp.memory.estimate import estimate_memory
 from smp.train.arguments import FLAGS
-from smp.train.run_plan import RunPlan, sizes
+from smp.train.checked_job import CheckedJob, sizes
 from smp.train.state import Start, TrainState
 
 FILE = "history.jsonl"
@@ -70,12 +70,12 @@ def last_start(run_dir: Path) -> tuple[dict[str, Any], bool]:
 
 @contextlib.contextmanager
 def recorded(
-    plan: RunPlan, start: Start, state: TrainState, guard: Guard, *, changes: list[str]
+    job: CheckedJob, start: Start, state: TrainState, guard: Guard, *, changes: list[str]
 ) -> Iterator[Callable[[int], None]]:
     """Write a start, and the end of what is done inside, on rank 0; nothing elsewhere.
 
     Args:
-        plan: of the run.
+        job: of the run.
         start: where it begins.
         state: its progress, as it grows.
         guard: knows the hosts, and the seconds of each phase.
@@ -87,14 +87,14 @@ def recorded(
     begun = time.monotonic()
 
     def end(status: int, reason: str = "") -> None:
-        if plan.launch.is_main:
+        if job.launch.is_main:
             append(
-                plan.run_dir, "end", status=status, step=state.step, seconds=round(time.monotonic() - begun, 3),
+                job.run_dir, "end", status=status, step=state.step, seconds=round(time.monotonic() - begun, 3),
                 phase_s=guard.watchdog.spent(), reason=reason,
             )  # fmt: skip
 
-    if plan.launch.is_main:
-        append(plan.run_dir, "start", **_beginning(plan, start, guard.hosts, changes))
+    if job.launch.is_main:
+        append(job.run_dir, "start", **_beginning(job, start, guard.hosts, changes))
     try:
         yield end
     except BaseException as error:
@@ -105,40 +105,40 @@ def recorded(
         raise
 
 
-def _beginning(plan: RunPlan, start: Start, hosts: list[str], changes: list[str]) -> dict[str, Any]:
-    shape, work = sizes(plan)
-    cuda = plan.device.type == "cuda"
+def _beginning(job: CheckedJob, start: Start, hosts: list[str], changes: list[str]) -> dict[str, Any]:
+    shape, work = sizes(job)
+    cuda = job.device.type == "cuda"
     return {
         "step": start.progress.step,
         "checkpoint": None if start.checkpoint is None else str(start.checkpoint),
         "max_steps": start.max_steps,
         "global_batch_size": start.global_batch_size,
-        "model": plan.model.name,
+        "model": job.model.name,
         "parameters": shape.parameters,
-        "sequence_length": plan.model.sequence_length,
-        "samples_per_epoch": plan.train_data.samples_per_epoch,
-        "world_size": plan.launch.world_size,
-        "degrees": plan.mesh.degrees,
-        "device": torch.cuda.get_device_name(plan.device) if cuda else "cpu",
-        "dtype": str(plan.dtype).removeprefix("torch."),
+        "sequence_length": job.model.sequence_length,
+        "samples_per_epoch": job.train_data.samples_per_epoch,
+        "world_size": job.launch.world_size,
+        "degrees": job.mesh.degrees,
+        "device": torch.cuda.get_device_name(job.device) if cuda else "cpu",
+        "dtype": str(job.dtype).removeprefix("torch."),
         "backend": torch.distributed.get_backend(),
         "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
         "versions": _versions(),
         "commit": _commit(),
-        "choices": [str(choice) for choice in plan.choices],
+        "choices": [str(choice) for choice in job.choices],
         "changes": changes,
-        "settings": _given(plan),
+        "settings": _given(job),
         "checkpoint_dirs": [
-            *map(str, plan.checkpoint_dirs),
-            *(str(each.mirror.store) for each in plan.storages if each.mirror is not None),
+            *map(str, job.checkpoint_dirs),
+            *(str(each.mirror.store) for each in job.storages if each.mirror is not None),
         ],
-        "predicted_memory": {name: size for name, size in estimate_memory(shape, plan.mesh, work).items() if size},
+        "predicted_memory": {name: size for name, size in estimate_memory(shape, job.mesh, work).items() if size},
     }
 
 
-def _given(plan: RunPlan) -> dict[str, Any]:
+def _given(job: CheckedJob) -> dict[str, Any]:
     """Return the settings that differ from their defaults."""
-    settings, defaults = plan.config.flat(), default_settings()
+    settings, defaults = job.config.flat(), default_settings()
     return {name: value for name, value in settings.items() if value != defaults[name]}
 
 

@@ -32,10 +32,9 @@ from smp.memory.tracker import peak_rss_bytes
 from smp.parallel.choices import Choice
 from smp.plan import document, ledger
 from smp.plan.fork import end_with_parent
-from smp.train.elsewhere import is_elsewhere
-from smp.train.run_plan import (
+from smp.train.checked_job import (
+    CheckedJob,
     Job,
-    RunPlan,
     choose_settings,
     given_words,
     host_memory,
@@ -43,6 +42,7 @@ from smp.train.run_plan import (
     planned_batch,
     sizes,
 )
+from smp.train.elsewhere import is_elsewhere
 
 logger = get_logger("train")
 
@@ -52,39 +52,39 @@ STEPS = 20
 _PROFILED = 2
 
 
-def dry_run(plan: RunPlan) -> None:
+def dry_run(job: CheckedJob) -> None:
     """Print the report of a dry run."""
-    if plan.launch.rank == 0:
-        for sentence in plan.config.without_effect():
+    if job.launch.rank == 0:
+        for sentence in job.config.without_effect():
             logger.info(sentence)
         available = None
-        if plan.device.type == "cpu" or torch.cuda.is_available():
-            available = available_memory(plan.device, plan.launch.local_world_size)
-            batch = planned_batch(plan.config, plan.mesh)
-            plan.choices.extend(choose_settings(plan, available, batch=batch))
-        shape, work = sizes(plan)
+        if job.device.type == "cpu" or torch.cuda.is_available():
+            available = available_memory(job.device, job.launch.local_world_size)
+            batch = planned_batch(job.config, job.mesh)
+            job.choices.extend(choose_settings(job, available, batch=batch))
+        shape, work = sizes(job)
         # A GPU of other machines is not here to be asked.
         reason = "nothing to choose here" if available is not None else "chosen on the GPUs"
         off = {
-            "activation_checkpointing_mode": not plan.config.activation.activation_checkpointing,
-            "tp_overlap": plan.mesh.tp.size == 1,
-            "cp_comm_type": plan.mesh.cp.size == 1,
+            "activation_checkpointing_mode": not job.config.activation.activation_checkpointing,
+            "tp_overlap": job.mesh.tp.size == 1,
+            "cp_comm_type": job.mesh.cp.size == 1,
         }
-        plain = {name: value for name, value in plan.settings.undecided().items() if not off.get(name)}
+        plain = {name: value for name, value in job.settings.undecided().items() if not off.get(name)}
         others = (Choice(name, value, reason) for name, value in plain.items())
         text = report(
-            plan.model,
-            plan.mesh,
+            job.model,
+            job.mesh,
             shape=shape,
             work=work,
-            available=None if is_elsewhere(plan.config) else available,
-            choices=[*plan.choices, *others],
-            where=f", a process on {'CPUs' if plan.device.type == 'cpu' else 'a GPU'} in {str(plan.dtype)[6:]}",
-            host=host_memory(plan, shape, work),
+            available=None if is_elsewhere(job.config) else available,
+            choices=[*job.choices, *others],
+            where=f", a process on {'CPUs' if job.device.type == 'cpu' else 'a GPU'} in {str(job.dtype)[6:]}",
+            host=host_memory(job, shape, work),
         )
-        command = plan_command(plan, *_size_words(plan))
+        command = plan_command(job, *_size_words(job))
         says = f"\n\n`{command}` finds the fastest layout that fits on GPUs, and with --search 0 plans this one"
-        print(text if plan.config.data.evaluate_only else text + says)
+        print(text if job.config.data.evaluate_only else text + says)
 
 
 def planner_command(job: Job) -> list[str]:
@@ -158,13 +158,13 @@ class Planned:
     """A run's plan, and what is measured beside it; without a plan every method does nothing.
 
     Args:
-        plan: of the run.
+        job: of the run.
         first: updates done before this start.
         predicted: what :func:`predict` has returned.
     """
 
-    def __init__(self, plan: RunPlan, first: int, predicted: Mapping[str, Any] | None):
-        self._plan, self._first, self._predicted = plan, first, predicted
+    def __init__(self, job: CheckedJob, first: int, predicted: Mapping[str, Any] | None):
+        self._job, self._first, self._predicted = job, first, predicted
         self._times: list[float] = []
         self._categories: dict[str, int] | None = None
         self._allocated = self._reserved = 0
@@ -182,12 +182,12 @@ class Planned:
             step: updates done.
             mark: called with each phase that has ended.
         """
-        compiled = self._plan.settings[ActivationConfig].compile
+        compiled = self._job.settings[ActivationConfig].compile
         if self._predicted is None or compiled or step != self._first + _PROFILED:
             yield mark
             return
         self._read_allocator()  # which the profile resets
-        with profile_memory(model, optimizer, device=self._plan.device) as profile:
+        with profile_memory(model, optimizer, device=self._job.device) as profile:
 
             def both(tag: str) -> None:
                 profile.mark(tag)
@@ -217,7 +217,7 @@ class Planned:
         if not seconds or self._predicted is None:
             return
         self._read_allocator()
-        launch, cuda = self._plan.launch, self._plan.device.type == "cuda"
+        launch, cuda = self._job.launch, self._job.device.type == "cuda"
         self._line = ledger.entry(
             self._predicted,
             categories=self._categories,
@@ -227,8 +227,8 @@ class Planned:
             # Steps with a validation or a checkpoint behind them are few.
             step_seconds=statistics.median(seconds),
             about={
-                "model": self._plan.model.name,
-                "device": torch.cuda.get_device_name(self._plan.device) if cuda else "cpu",
+                "model": self._job.model.name,
+                "device": torch.cuda.get_device_name(self._job.device) if cuda else "cpu",
                 "processes": launch.world_size,
                 "steps": len(seconds),
                 "versions": versions(),
@@ -238,12 +238,12 @@ class Planned:
 
     def _write_document(self, content: Mapping[str, Any], name: str) -> None:
         try:
-            document.write(content, self._plan.run_dir / name)
+            document.write(content, self._job.run_dir / name)
         except OSError as error:
-            logger.warning("%s cannot be written (%s).", self._plan.run_dir / name, error.strerror)
+            logger.warning("%s cannot be written (%s).", self._job.run_dir / name, error.strerror)
 
     def _read_allocator(self) -> None:
-        device = self._plan.device
+        device = self._job.device
         if device.type == "cuda":
             self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(device))
             self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(device))

@@ -21,8 +21,8 @@ from smp.loss import IGNORE_INDEX
 from smp.parallel import lora
 from smp.parallel.sharding import reshard
 from smp.parallel.technique import Setup
+from smp.train.checked_job import CheckedJob
 from smp.train.preference import Config, PairLoss
-from smp.train.run_plan import RunPlan
 
 logger = get_logger("train")
 
@@ -31,27 +31,27 @@ def _name(data: DataPipeline) -> str:
     return f"{OF_DATA}reference.{data.fingerprint}"
 
 
-def _data(plan: RunPlan) -> dict[str, DataPipeline]:
+def _data(job: CheckedJob) -> dict[str, DataPipeline]:
     """Return the data that needs references, by what it is called in messages."""
-    validation = {"validation data": plan.validation_data} if plan.validation_data is not None else {}
-    return validation if plan.config.data.evaluate_only else {"training data": plan.train_data, **validation}
+    validation = {"validation data": job.validation_data} if job.validation_data is not None else {}
+    return validation if job.config.data.evaluate_only else {"training data": job.train_data, **validation}
 
 
-def expect_references(plan: RunPlan, start: Candidate, model: nn.Module) -> None:
+def expect_references(job: CheckedJob, start: Candidate, model: nn.Module) -> None:
     """Let a checkpoint that is about to be restored fill the references of its run, where the job needs them.
 
     Raises:
         UserError: it has none of this data.
     """
-    if start.saved is None or not plan.config.preference.keeps_reference(plan.settings[lora.Config]):
+    if start.saved is None or not job.config.preference.keeps_reference(job.settings[lora.Config]):
         return
     found = {
         name: torch.empty(entry.shape, dtype=entry.dtype)
         for name, entry in start.saved.tensors.items()
         if name.startswith(OF_DATA)
     }
-    anew = "" if plan.config.data.evaluate_only else ", or begin another from it with --reset_progress 1"
-    for what, data in _data(plan).items():
+    anew = "" if job.config.data.evaluate_only else ", or begin another from it with --reset_progress 1"
+    for what, data in _data(job).items():
         if _name(data) not in found:
             raise UserError(
                 f"checkpoint {start.checkpoint} has no reference of this {what}, which --dpo 1 computes before the "
@@ -60,7 +60,7 @@ def expect_references(plan: RunPlan, start: Candidate, model: nn.Module) -> None
     set_tensors_of_data(model, found)
 
 
-def give_references(plan: RunPlan, model: nn.Module, setup: Setup, *, enter: Callable[[str], None]) -> None:
+def give_references(job: CheckedJob, model: nn.Module, setup: Setup, *, enter: Callable[[str], None]) -> None:
     """Give the data the references of its pairs, computing them if none have been restored; collective.
 
     Args:
@@ -70,11 +70,11 @@ def give_references(plan: RunPlan, model: nn.Module, setup: Setup, *, enter: Cal
         return
     if not tensors_of_data(model):
         found = {}
-        for what, data in _data(plan).items():
+        for what, data in _data(job).items():
             logger.info("Computing the reference of %d pairs of the %s, once", data.samples, what)
-            found[_name(data)] = compute_reference(data, model, setup, plan.device, enter=enter)
+            found[_name(data)] = compute_reference(data, model, setup, job.device, enter=enter)
         set_tensors_of_data(model, found)
-    for data in _data(plan).values():
+    for data in _data(job).values():
         data.attach(tensors_of_data(model)[_name(data)])
 
 

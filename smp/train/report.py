@@ -26,18 +26,18 @@ from smp.environment import starter
 from smp.errors import UserError
 from smp.log import FILE_ONLY, configure_logging, get_logger
 from smp.memory.advice import advice_text
-from smp.memory.plan import estimate_memory, memory_table
+from smp.memory.estimate import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
 from smp.models.weight_files import generation_dir_of, stops_of
 from smp.parallel.parallelize import add_parameters
 from smp.plan.devices import peak_flops
 from smp.train import history
 from smp.train.arguments import SECTIONS, TrainConfig
+from smp.train.checked_job import CheckedJob, batch_of_flags, changes_of, sizes
 from smp.train.curves import write_curves
 from smp.train.flops import model_flops_per_token
 from smp.train.hints import Results, next_commands, short, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
-from smp.train.run_plan import RunPlan, batch_of_flags, changes_of, sizes
 from smp.train.state import Start, TrainState
 from smp.train.writers import Trackers
 
@@ -56,51 +56,51 @@ PROFILED_STEPS = 2
 TRAINED = ("run", "model", "precision", "optim", "lr", "data")
 
 
-def announce(plan: RunPlan, start: Start, model: nn.Module) -> None:
+def announce(job: CheckedJob, start: Start, model: nn.Module) -> None:
     """Log the model, the layout, the batch, and the changes of a resumed run."""
     total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (True, False))
     of_them = f", of which {trained} ({short(trained)}) are trained" if trained < total else ""
-    logger.info("Created model %s with total parameters: %d (%s)%s", plan.model.name, total, short(total), of_them)
+    logger.info("Created model %s with total parameters: %d (%s)%s", job.model.name, total, short(total), of_them)
     logger.info(
         "World size = %d: %s on %s over %s, computing in %s",
-        plan.launch.world_size, plan.mesh, plan.device.type, dist.get_backend(), str(plan.dtype).removeprefix("torch."),
+        job.launch.world_size, job.mesh, job.device.type, dist.get_backend(), str(job.dtype).removeprefix("torch."),
     )  # fmt: skip
-    length, samples = plan.model.sequence_length, plan.train_data.samples_per_epoch
+    length, samples = job.model.sequence_length, job.train_data.samples_per_epoch
     epochs = start.max_steps * start.global_batch_size / samples
     logger.info(
         "Global batch: %d samples, %d tokens; epoch: %d samples, %s tokens; to step %d%s",
         start.global_batch_size, start.global_batch_size * length, samples, short(samples * length), start.max_steps,
         f" ({epochs:.2f} epochs)" if epochs >= 0.01 else "",
     )  # fmt: skip
-    logger.info("Run directory: %s", shown(plan.run_dir))
-    if plan.config.activation.cpu_offload and plan.device.type == "cuda":
+    logger.info("Run directory: %s", shown(job.run_dir))
+    if job.config.activation.cpu_offload and job.device.type == "cuda":
         logger.info(
             "--cpu_offload 1: the update runs on %d thread(s) of each process (OMP_NUM_THREADS above 1 sets another "
             "number)", torch.get_num_threads(),
         )  # fmt: skip
-    for sentence in plan.config.without_effect():
+    for sentence in job.config.without_effect():
         logger.info(sentence)
-    if plan.launch.rank == 0:
-        _warn_of_tokens(plan)
-    for choice in plan.choices:
+    if job.launch.rank == 0:
+        _warn_of_tokens(job)
+    for choice in job.choices:
         logger.info("Chosen: %s", choice)
     if start.checkpoint is not None:
         logger.info(
             "Resumed from %s at step %d, sample %d", start.checkpoint, start.progress.step, start.progress.samples
         )
-        flags = batch_of_flags(plan.config, plan.mesh)
-        if plan.config.run.global_batch_size is None and flags != start.global_batch_size:
+        flags = batch_of_flags(job.config, job.mesh)
+        if job.config.run.global_batch_size is None and flags != start.global_batch_size:
             logger.warning(
                 "The global batch stays at the checkpoint's %d samples; --global_batch_size %d would make it what the "
                 "flags and the number of processes give.", start.global_batch_size, flags,
             )  # fmt: skip
-        for change in changes_since(start.saved.run if start.saved else {}, plan, start):
+        for change in changes_since(start.saved.run if start.saved else {}, job, start):
             logger.warning("Changed since the checkpoint: %s", change)
 
 
-def _warn_of_tokens(plan: RunPlan) -> None:
+def _warn_of_tokens(job: CheckedJob) -> None:
     """Warn of a tokenizer that is not the weights' own, and of a model that will not stop where it is taught to."""
-    data, model = plan.config.data, plan.model
+    data, model = job.config.data, job.model
     given, own = data.tokenizer_name_or_dir, model.tokenizer_dir
     if model.weights and given and own and (found := contradiction(given, str(own))):
         logger.warning(
@@ -111,7 +111,7 @@ def _warn_of_tokens(plan: RunPlan) -> None:
         return
     folder = given or str(own)
     stops = stops_of(generation_dir_of(model.generation_dir, Path(folder).expanduser()), model.hf_config)
-    if (end := plan.train_data.end) is not None and end not in stops:
+    if (end := job.train_data.end) is not None and end not in stops:
         logger.warning(
             "What is trained on ends with %r, token %d, and generation with the final model stops at %s: add %d to "
             "eos_token_id in its generation_config.json.", TextTokenizer(folder).text([end]), end, stops or "none", end,
@@ -130,39 +130,39 @@ def log_collectives(*, on_console: bool) -> None:
         logger.info("No table of collectives: only smddp has one, and this job ran over %s.", dist.get_backend())
 
 
-def changes_since(saved: dict[str, Any], plan: RunPlan, start: Start) -> list[str]:
+def changes_since(saved: dict[str, Any], job: CheckedJob, start: Start) -> list[str]:
     """List what differs from the run that wrote the checkpoint; ``saved`` is its manifest's ``run``."""
-    now, before = plan.config.flat(), saved.get("config", {})
+    now, before = job.config.flat(), saved.get("config", {})
     names = [f.name for section in TRAINED for f in dataclasses.fields(SECTIONS[section])]
     found = [
         f"{name} {before[name]} -> {now[name]}"
         for name in names
         if name not in WHERE_AND_HOW_LONG and name in before and before[name] != now[name]
     ]
-    if saved.get("data") not in (None, plan.train_data.fingerprint):
+    if saved.get("data") not in (None, job.train_data.fingerprint):
         found.append("the data; the position in it is kept, so samples may be missed or repeated")
     batch = saved.get("global_batch_size")
     if batch not in (None, start.global_batch_size):
         found.append(f"the global batch, {batch} -> {start.global_batch_size} samples")
     horizon = saved.get("max_steps")
-    if plan.config.lr.lr_decay_iters is None and horizon not in (None, start.max_steps):
+    if job.config.lr.lr_decay_iters is None and horizon not in (None, start.max_steps):
         found.append(
             f"the learning rate's horizon, {horizon} -> {start.max_steps} steps (--lr_decay_iters {horizon} keeps it)"
         )
     return found
 
 
-def describe(plan: RunPlan, start: Start, state: TrainState, val_loss: float | None) -> Manifest:
+def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float | None) -> Manifest:
     """Return the manifest of a checkpoint now, without files and tensors; ``val_loss`` is of this step."""
     return Manifest(
         step=state.step,
-        world_size=plan.launch.world_size,
-        degrees=plan.mesh.degrees,
-        model=model_entry(plan.model.name, plan.model.hf_config),
+        world_size=job.launch.world_size,
+        degrees=job.mesh.degrees,
+        model=model_entry(job.model.name, job.model.hf_config),
         run={
             "progress": state.state_dict(),
-            "config": plan.config.flat(),
-            "data": plan.train_data.fingerprint,
+            "config": job.config.flat(),
+            "data": job.train_data.fingerprint,
             "global_batch_size": start.global_batch_size,
             "max_steps": start.max_steps,
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
@@ -172,29 +172,29 @@ def describe(plan: RunPlan, start: Start, state: TrainState, val_loss: float | N
     )
 
 
-def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogger:
+def begin_files(job: CheckedJob, start: Start) -> MetricsLogger | NullMetricsLogger:
     """Open log files and metrics, and write the configuration where ``--config`` can read it again."""
-    launch = plan.launch
+    launch = job.launch
     configure_logging(
-        rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=plan.run_dir / "logs"
+        rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=job.run_dir / "logs"
     )
     if not launch.is_main:
         return NullMetricsLogger()
-    add = functools.partial(add_parameters, family=plan.model.family, settings=plan.settings)
-    flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length, add)
-    notes = [f"model FLOPs: {flops.formula}", *(f"chosen: {choice}" for choice in plan.choices)]
-    _write_settings(plan.config, plan.run_dir / "config.yaml", notes)
-    device_name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
-    continues = plan.config.checkpoint.resume_from_checkpoint is not None
-    settings = plan.config.logging
-    run_name = settings.run_name or plan.run_dir.name
+    add = functools.partial(add_parameters, family=job.model.family, settings=job.settings)
+    flops = model_flops_per_token(job.model.hf_config, job.model.sequence_length, add)
+    notes = [f"model FLOPs: {flops.formula}", *(f"chosen: {choice}" for choice in job.choices)]
+    _write_settings(job.config, job.run_dir / "config.yaml", notes)
+    device_name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu"
+    continues = job.config.checkpoint.resume_from_checkpoint is not None
+    settings = job.config.logging
+    run_name = settings.run_name or job.run_dir.name
     return MetricsLogger(
         settings,
-        run_dir=plan.run_dir,
+        run_dir=job.run_dir,
         flops_per_token=flops.total,
-        sequence_length=plan.model.sequence_length,
-        peak_flops=peak_flops(device_name, plan.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
-        world_size=plan.launch.world_size,
+        sequence_length=job.model.sequence_length,
+        peak_flops=peak_flops(device_name, job.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
+        world_size=job.launch.world_size,
         max_steps=start.max_steps,
         # "latest" without a checkpoint starts anew, over the metrics of a run that died before its first one.
         resume_from=start.progress if continues else None,
@@ -202,8 +202,8 @@ def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogge
             settings.trackers,
             project=settings.project,
             run_name=run_name,
-            config=plan.config.flat(),
-            run_dir=plan.run_dir,
+            config=job.config.flat(),
+            run_dir=job.run_dir,
         ),
     )
 
@@ -225,29 +225,29 @@ def arguments_table(config: TrainConfig) -> str:
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in config.flat().items())])
 
 
-def log_next_commands(plan: RunPlan, start: Start, step: int, final: Path | None) -> None:
+def log_next_commands(job: CheckedJob, start: Start, step: int, final: Path | None) -> None:
     """Draw the curves, and log the commands a user is likely to want next; ``final`` is the exported model, if any."""
-    failure = write_curves(plan.run_dir)
+    failure = write_curves(job.run_dir)
     if failure:
         logger.info("No curves.png: %s", failure)
     logger.info("Done: step %d of %d. What next:", step, start.max_steps)
-    saved = plan.checkpoint_dirs[0] / checkpoint_name(plan.model.name, step)
+    saved = job.checkpoint_dirs[0] / checkpoint_name(job.model.name, step)
     latest = saved.with_name(LATEST)  # which may be a copy of an earlier one
     checkpoint = latest if latest.resolve() == saved.resolve() else saved
     found = Results(
-        curves=None if failure else plan.run_dir / "curves.png",
-        tensorboard=plan.config.logging.tensorboard_folders(plan.run_dir),
+        curves=None if failure else job.run_dir / "curves.png",
+        tensorboard=job.config.logging.tensorboard_folders(job.run_dir),
         final=final,
-        checkpoint=checkpoint if saved.exists() and not plan.config.checkpoint.is_local else None,
+        checkpoint=checkpoint if saved.exists() and not job.config.checkpoint.is_local else None,
     )
-    resumes = plan.config.checkpoint.resume_from_checkpoint == LATEST
-    for line in next_commands(starter(), plan.launch, found, max_steps=2 * step, resumes=resumes):
+    resumes = job.config.checkpoint.resume_from_checkpoint == LATEST
+    for line in next_commands(starter(), job.launch, found, max_steps=2 * step, resumes=resumes):
         logger.info("  %s", line)
 
 
 @contextlib.contextmanager
 def profile_step(
-    plan: RunPlan,
+    job: CheckedJob,
     start: Start,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -264,40 +264,40 @@ def profile_step(
     Yields:
         The function that the step calls with each phase that has ended; ``record`` where nothing is asked for.
     """
-    settings = plan.config.logging
-    wanted = plan.launch.is_main or settings.memory_profiling_all_ranks
+    settings = job.config.logging
+    wanted = job.launch.is_main or settings.memory_profiling_all_ranks
     if not settings.enable_memory_profiling or not wanted or step >= start.progress.step + PROFILED_STEPS:
         yield record
         return
     with contextlib.ExitStack() as stack:
         if settings.memory_snapshot and step == start.progress.step + PROFILED_STEPS - 1:
-            stack.enter_context(_allocator_history(plan.run_dir / f"memory_snapshot_rank{plan.launch.rank}.pickle"))
-        profile = stack.enter_context(profile_memory(model, optimizer, device=plan.device))
+            stack.enter_context(_allocator_history(job.run_dir / f"memory_snapshot_rank{job.launch.rank}.pickle"))
+        profile = stack.enter_context(profile_memory(model, optimizer, device=job.device))
 
         def both(tag: str) -> None:
             profile.mark(tag)  # first: the tracker starts a new peak
             record(tag)
 
         yield both
-    _log_memory(plan, profile, step + 1)
+    _log_memory(job, profile, step + 1)
 
 
-def _log_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> None:
-    if plan.launch.is_main:
-        shape, work = sizes(plan)
+def _log_memory(job: CheckedJob, profile: MemoryProfile, step: int) -> None:
+    if job.launch.is_main:
+        shape, work = sizes(job)
         title = f"Memory by category of rank 0 at the peak of step {step}"
-        predicted = estimate_memory(shape, plan.mesh, work)
+        predicted = estimate_memory(shape, job.mesh, work)
         logger.info("%s", profile.table(title=title, predicted=predicted))
         peak = profile.peak()
         history.append(
-            plan.run_dir, "memory", step=step, phase=peak.phase, categories=dict(peak.categories),
+            job.run_dir, "memory", step=step, phase=peak.phase, categories=dict(peak.categories),
             allocator=profile.measured, resident=profile.resident or None,
         )  # fmt: skip
         try:
-            profile.plot(plan.run_dir / "memory_timeline.png")
+            profile.plot(job.run_dir / "memory_timeline.png")
         except (UserError, OSError) as error:
             logger.info("No memory_timeline.png: %s", error)
-    if plan.config.logging.memory_profiling_all_ranks:
+    if job.config.logging.memory_profiling_all_ranks:
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, profile.peak())
         logger.info("Memory by category of every rank at its peak, in MiB:\n%s", rank_table(peaks))
@@ -318,14 +318,14 @@ def _allocator_history(path: Path) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def print_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:
+def print_out_of_memory(job: CheckedJob, failure: str, tables: list[str]) -> None:
     """Print memory by category, measured or predicted, and the flags that would help most.
 
     Args:
         failure: the allocator's message.
         tables: measured memory; empty where nothing was measured.
     """
-    shape, work = sizes(plan)
-    predicted = "Predicted memory of each process:\n" + memory_table(estimate_memory(shape, plan.mesh, work), None)
-    lines = [f"error: rank {plan.launch.rank} ran out of memory on {plan.device}: {failure}"]
-    print("\n".join([*lines, *(tables or [predicted]), advice_text(changes_of(plan, shape, work))]), file=sys.stderr)
+    shape, work = sizes(job)
+    predicted = "Predicted memory of each process:\n" + memory_table(estimate_memory(shape, job.mesh, work), None)
+    lines = [f"error: rank {job.launch.rank} ran out of memory on {job.device}: {failure}"]
+    print("\n".join([*lines, *(tables or [predicted]), advice_text(changes_of(job, shape, work))]), file=sys.stderr)

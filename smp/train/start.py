@@ -38,40 +38,40 @@ from smp.mesh import Mesh
 from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
 from smp.parallel.choices import agree_on_choices
 from smp.train.arguments import DEFAULT_MAX_STEPS
+from smp.train.checked_job import CheckedJob, batch_of_flags, check_global_batch, choose_settings, refuse_too_large
 from smp.train.history import last_start
 from smp.train.metrics import last_logged_step
 from smp.train.reference import expect_references
-from smp.train.run_plan import RunPlan, batch_of_flags, check_global_batch, choose_settings, refuse_too_large
 from smp.train.state import Start, TrainState
 
 logger = get_logger("train")
 
 
-def resolve(plan: RunPlan, checkpoint: Path | RemoteCheckpoint | None) -> Start:
+def resolve(job: CheckedJob, checkpoint: Path | RemoteCheckpoint | None) -> Start:
     """Return the start from a checkpoint, or from none.
 
     Raises:
         UserError: it is damaged, of another model or kind, or was not written by a training job.
     """
-    run, saved = plan.config.run, None
+    run, saved = job.config.run, None
     if checkpoint is not None:
-        settings = plan.config.checkpoint
+        settings = job.config.checkpoint
         saved = read_saved(checkpoint, local=settings.is_local, reset=settings.reset_progress)
-        check_architecture(checkpoint, saved.model["config"], plan.model.hf_config)
+        check_architecture(checkpoint, saved.model["config"], job.model.hf_config)
     size = run.global_batch_size  # a resumed run keeps its own unless told otherwise
     if size is None:
-        size = (saved and saved.run.get("global_batch_size")) or batch_of_flags(plan.config, plan.mesh)
-    check_global_batch(size, plan.mesh)
+        size = (saved and saved.run.get("global_batch_size")) or batch_of_flags(job.config, job.mesh)
+    check_global_batch(size, job.mesh)
     limits = [run.max_steps] if run.max_steps else []
     if run.epochs:
-        limits.append(-(-run.epochs * plan.train_data.samples_per_epoch // size))
+        limits.append(-(-run.epochs * job.train_data.samples_per_epoch // size))
     progress = TrainState.from_state_dict(saved.run["progress"]) if saved else TrainState()
     return Start(checkpoint, saved, progress, size, min(limits, default=DEFAULT_MAX_STEPS))
 
 
-def search_for(plan: RunPlan, candidate: Callable[[Damaged], Start]) -> Search[Start]:
+def search_for(job: CheckedJob, candidate: Callable[[Damaged], Start]) -> Search[Start]:
     """Return the search for a checkpoint of the job's among the candidates."""
-    settings, folder = plan.config.checkpoint, plan.config.checkpoint.checkpoint_cache_dir
+    settings, folder = job.config.checkpoint, job.config.checkpoint.checkpoint_cache_dir
     return Search(
         candidate,
         latest=settings.resume_from_checkpoint == LATEST,
@@ -80,7 +80,7 @@ def search_for(plan: RunPlan, candidate: Callable[[Damaged], Start]) -> Search[S
     )
 
 
-def agree_on_start(plan: RunPlan, enter: Callable[[str], None], damaged: Damaged) -> Start:
+def agree_on_start(job: CheckedJob, enter: Callable[[str], None], damaged: Damaged) -> Start:
     """Choose a checkpoint, alike on all ranks, or none; collective, with the directories locked.
 
     Args:
@@ -90,56 +90,58 @@ def agree_on_start(plan: RunPlan, enter: Callable[[str], None], damaged: Damaged
     Raises:
         UserError: on every rank; there is none that can be resumed from, or ranks would start from different ones.
     """
-    settings = plan.config.checkpoint
+    settings = job.config.checkpoint
     latest = settings.resume_from_checkpoint == LATEST
     if settings.is_local and latest:
-        together(functools.partial(choose_start, plan, set(), LATEST))  # for what it refuses
-        chosen: Path | RemoteCheckpoint | None = _common_start(plan, damaged)
+        together(functools.partial(choose_start, job, set(), LATEST))  # for what it refuses
+        chosen: Path | RemoteCheckpoint | None = _common_start(job, damaged)
     else:
-        wanted = locate(plan.storages, settings.resume_from_checkpoint, plan.model.name, damaged=damaged)
+        wanted = locate(job.storages, settings.resume_from_checkpoint, job.model.name, damaged=damaged)
         if isinstance(wanted, RemoteCheckpoint):
             wanted.store.advance = lambda _: enter("start")
-        chosen = together(functools.partial(choose_start, plan, damaged, wanted))
-        asking_together(functools.partial(_refuse_remote, plan, chosen, latest=latest))
-    start = together(functools.partial(resolve, plan, chosen))
-    require_agreement(plan, start)
+        chosen = together(functools.partial(choose_start, job, damaged, wanted))
+        asking_together(functools.partial(_refuse_remote, job, chosen, latest=latest))
+    start = together(functools.partial(resolve, job, chosen))
+    require_agreement(job, start)
     return start
 
 
-def restore_start(plan: RunPlan, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer, start: Start) -> None:
+def restore_start(
+    job: CheckedJob, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer, start: Start
+) -> None:
     """Restore the state of a run from the checkpoint that it starts from, if there is one; collective."""
     if start.checkpoint is None or start.saved is None:
         return
     if start.progress.step:
-        together(functools.partial(expect_references, plan, start, model))
-    run, anew = plan.config.run, plan.config.checkpoint.reset_progress
+        together(functools.partial(expect_references, job, start, model))
+    run, anew = job.config.run, job.config.checkpoint.reset_progress
     seed = None if anew else f"{run.seed}:{start.progress.step}:{mesh.loss.rank}"
     restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
 
 
-def _common_start(plan: RunPlan, damaged: Damaged) -> Path | None:
+def _common_start(job: CheckedJob, damaged: Damaged) -> Path | None:
     """Return the newest local checkpoint that every rank has; collective."""
-    chosen = together(lambda: common_start(plan.checkpoint_dirs, plan.model.name, damaged))
+    chosen = together(lambda: common_start(job.checkpoint_dirs, job.model.name, damaged))
     if chosen is None:
-        together(lambda: _refuse_logged(plan, fresh=True))
-        for directory in plan.checkpoint_dirs:  # of a run that ended in its first save
-            set_aside(directory, plan.model.name, after=0)
+        together(lambda: _refuse_logged(job, fresh=True))
+        for directory in job.checkpoint_dirs:  # of a run that ended in its first save
+            set_aside(directory, job.model.name, after=0)
     return chosen
 
 
-def _refuse_remote(plan: RunPlan, chosen: Path | RemoteCheckpoint | None, *, latest: bool) -> None:
-    refuse_remote(plan.storages, plan.model.name, chosen, own=_is_own(plan, chosen), latest=latest)
+def _refuse_remote(job: CheckedJob, chosen: Path | RemoteCheckpoint | None, *, latest: bool) -> None:
+    refuse_remote(job.storages, job.model.name, chosen, own=_is_own(job, chosen), latest=latest)
 
 
-def _is_own(plan: RunPlan, chosen: Path | RemoteCheckpoint | None) -> bool:
+def _is_own(job: CheckedJob, chosen: Path | RemoteCheckpoint | None) -> bool:
     """Tell whether a checkpoint is of this run: in one of its directories, or at one of its URLs."""
     if isinstance(chosen, RemoteCheckpoint):
-        return any(s.mirror is not None and s.mirror.holds(str(chosen)) for s in plan.storages)
-    return chosen is not None and chosen.parent.resolve() in [folder.resolve() for folder in plan.checkpoint_dirs]
+        return any(s.mirror is not None and s.mirror.holds(str(chosen)) for s in job.storages)
+    return chosen is not None and chosen.parent.resolve() in [folder.resolve() for folder in job.checkpoint_dirs]
 
 
 def choose_start(
-    plan: RunPlan, damaged: Damaged, wanted: str | RemoteCheckpoint | None
+    job: CheckedJob, damaged: Damaged, wanted: str | RemoteCheckpoint | None
 ) -> Path | RemoteCheckpoint | None:
     """Return the checkpoint to resume from, or None; refuses to overwrite another run or branch.
 
@@ -150,33 +152,33 @@ def choose_start(
     Raises:
         UserError: the run directory holds a run that this start does not continue.
     """
-    settings, directories = plan.config.checkpoint, plan.checkpoint_dirs
+    settings, directories = job.config.checkpoint, job.checkpoint_dirs
     shared = [directory.parent if settings.is_local else directory for directory in directories]
-    refuse_other_kinds(shared, plan.launch.world_size, local=settings.is_local)
+    refuse_other_kinds(shared, job.launch.world_size, local=settings.is_local)
     others = "--output_dir and --checkpoint_dir" if settings.checkpoint_dir else "--output_dir"
     if isinstance(wanted, RemoteCheckpoint):
         chosen: Path | RemoteCheckpoint | None = wanted
     else:
         if settings.is_local and wanted not in (None, LATEST):
-            wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
-        chosen = choose_checkpoint(wanted, directories, plan.model.name, damaged=damaged, others=others)
-    if chosen is not None and _is_own(plan, chosen):
+            wanted = str(own_checkpoint(Path(wanted), job.launch.rank, job.launch.world_size))
+        chosen = choose_checkpoint(wanted, directories, job.model.name, damaged=damaged, others=others)
+    if chosen is not None and _is_own(job, chosen):
         if settings.reset_progress:
             raise UserError(
-                f"--reset_progress 1 begins a run anew, and {chosen} is of the run in {plan.run_dir}: choose another "
+                f"--reset_progress 1 begins a run anew, and {chosen} is of the run in {job.run_dir}: choose another "
                 f"{others}"
             )
         if settings.resume_from_checkpoint != LATEST:
             refuse_older_branch(Path(chosen.name), directories, others=others)
         return chosen
-    refuse_foreign(directories, run_dir=plan.run_dir)
+    refuse_foreign(directories, run_dir=job.run_dir)
     if settings.is_local and wanted == LATEST:
         return chosen  # another rank may have some
-    _refuse_logged(plan, fresh=chosen is None)
+    _refuse_logged(job, fresh=chosen is None)
     return chosen
 
 
-def _refuse_logged(plan: RunPlan, *, fresh: bool) -> None:
+def _refuse_logged(job: CheckedJob, *, fresh: bool) -> None:
     """Refuse to overwrite the metrics of a run that is not continued.
 
     Args:
@@ -185,19 +187,19 @@ def _refuse_logged(plan: RunPlan, *, fresh: bool) -> None:
     Raises:
         UserError: the run directory holds metrics.
     """
-    settings = plan.config.checkpoint
-    metrics = plan.run_dir / "metrics.jsonl"
+    settings = job.config.checkpoint
+    metrics = job.run_dir / "metrics.jsonl"
     logged = last_logged_step(metrics)
-    last, saved = last_start(plan.run_dir)
+    last, saved = last_start(job.run_dir)
     # "latest" may overwrite a run that died before its first checkpoint, or in that one's save.
     frequencies = last.get("checkpoint_freq", settings.checkpoint_freq)
     first_due = min(MEASURED_STEPS if every == "auto" else every for every in frequencies)
-    cut_short = (path for directory in plan.checkpoint_dirs for path in directory.glob(f"*-*steps{TEMPORARY}"))
+    cut_short = (path for directory in job.checkpoint_dirs for path in directory.glob(f"*-*steps{TEMPORARY}"))
     interrupted = any((step_of(path.with_suffix("")) or first_due + 1) <= first_due for path in cut_short)
     latest = settings.resume_from_checkpoint == LATEST
     died_early = latest and fresh and not saved and (logged <= first_due or interrupted)
     if logged and not died_early:
-        found = shlex.join(last.get("checkpoint_dir") or [str(plan.run_dir / "checkpoints")])
+        found = shlex.join(last.get("checkpoint_dir") or [str(job.run_dir / "checkpoints")])
         raise UserError(
             f"{metrics} already contains the metrics of a run, up to step {logged}: resume that run with "
             f"--resume_from_checkpoint latest and --checkpoint_dir {found}, where its checkpoints were, or where they "
@@ -266,7 +268,7 @@ def read_usable(path: Path | RemoteCheckpoint, *, local: bool) -> Manifest:
     return manifest
 
 
-def prepare_device(plan: RunPlan, *, batch: int) -> None:
+def prepare_device(job: CheckedJob, *, batch: int) -> None:
     """Make the device ready, and choose the settings that are ``auto`` by the memory that it has; collective.
 
     Args:
@@ -275,21 +277,21 @@ def prepare_device(plan: RunPlan, *, batch: int) -> None:
     Raises:
         UserError: on every rank; a GPU has too little memory.
     """
-    if plan.config.run.deterministic:
+    if job.config.run.deterministic:
         use_deterministic_kernels()
-    if plan.device.type == "cpu":
+    if job.device.type == "cpu":
         malloc.keep_freed_memory()
-        if plan.dtype == torch.bfloat16:
+        if job.dtype == torch.bfloat16:
             ensure_bf16_works()
         return
-    available = agree_on_memory(plan.device, plan.launch.local_world_size)
-    together(functools.partial(refuse_too_large, plan, available))  # what hosts have left may differ
-    plan.choices.extend(agree_on_choices(plan.settings, choose_settings(plan, available, batch=batch)))
-    if plan.settings[AllocatorConfig].expandable_segments:
+    available = agree_on_memory(job.device, job.launch.local_world_size)
+    together(functools.partial(refuse_too_large, job, available))  # what hosts have left may differ
+    job.choices.extend(agree_on_choices(job.settings, choose_settings(job, available, batch=batch)))
+    if job.settings[AllocatorConfig].expandable_segments:
         use_expandable_segments()
 
 
-def require_agreement(plan: RunPlan, start: Start) -> None:
+def require_agreement(job: CheckedJob, start: Start) -> None:
     """Check that all ranks are about to run the same job; collective.
 
     Each reads flags, data and checkpoints by itself; a host with another or a stale file system would cause mismatched
@@ -304,8 +306,8 @@ def require_agreement(plan: RunPlan, start: Start) -> None:
         ),
         "the global batch": start.global_batch_size,
         "the last step": start.max_steps,
-        "the training data": plan.train_data.fingerprint,
-        "the validation data": plan.validation_data.fingerprint if plan.validation_data else None,
-        **{f"--{name}": value for name, value in plan.config.flat().items()},
+        "the training data": job.train_data.fingerprint,
+        "the validation data": job.validation_data.fingerprint if job.validation_data else None,
+        **{f"--{name}": value for name, value in job.config.flat().items()},
     }  # fmt: skip
     require_same(mine, "give all hosts the same flags and the same view of --output_dir and the data")

@@ -30,6 +30,7 @@ from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel import lora
 from smp.parallel.technique import Setup
 from smp.runtime import release_cache
+from smp.train.checked_job import CheckedJob
 from smp.train.garbage import collect_if_due, collected_together
 from smp.train.lr_schedule import set_lr
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
@@ -43,7 +44,6 @@ from smp.train.report import (
     profile_step,
 )
 from smp.train.run_config import RunConfig
-from smp.train.run_plan import RunPlan
 from smp.train.state import Start, TrainState
 from smp.train.step import StepResult, nothing, train_step
 from smp.train.stopwatch import Stopwatch
@@ -56,7 +56,7 @@ logger = get_logger("train")
 class Trainer:
     """The built parts of a run, handed to the loop."""
 
-    plan: RunPlan
+    job: CheckedJob
     start: Start
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -80,21 +80,21 @@ def train(trainer: Trainer) -> int:
     Results of a step and the ranks' flags are read :data:`LAG` steps late, but at once where a validation, a checkpoint
     or the end follows: these never see a step that has not been looked at.
     """
-    plan, start, state = trainer.plan, trainer.start, trainer.state
+    job, start, state = trainer.job, trainer.start, trainer.state
     if state.step >= start.max_steps:
         logger.info("Already at step %d of %d: raise --max_steps to train on.", state.step, start.max_steps)
         return 0
-    collect_every = cast(int, plan.settings[RunConfig].gc_freq)
+    collect_every = cast(int, job.settings[RunConfig].gc_freq)
     with collected_together() if collect_every else contextlib.nullcontext(), trainer.metrics.bar:
         return _steps(trainer, collect_every)
 
 
 def _steps(trainer: Trainer, collect_every: int) -> int:
     """Run the steps; returns the exit status."""
-    plan, start, state, config = trainer.plan, trainer.start, trainer.state, trainer.plan.config
+    job, start, state, config = trainer.job, trainer.start, trainer.state, trainer.job.config
     guard = trainer.guard
-    give_references(plan, trainer.model, trainer.setup, enter=guard.enter)
-    batches, lag = iter(plan.train_data), LAG[plan.device.type]
+    give_references(job, trainer.model, trainer.setup, enter=guard.enter)
+    batches, lag = iter(job.train_data), LAG[job.device.type]
     guard.enter("data", state.step + 1)
     guard.watchdog.spent()  # what came before was no step
     if config.data.validation_freq is not None and state.step == 0:  # what training begins from
@@ -142,7 +142,7 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
 
 def _validate(trainer: Trainer) -> float:
     trainer.guard.enter("validation")
-    found = validate(trainer.plan, trainer.model, trainer.setup, enter=trainer.guard.enter)
+    found = validate(trainer.job, trainer.model, trainer.setup, enter=trainer.guard.enter)
     trainer.metrics.validation(trainer.state.step, loss=found.loss, more=found.metrics)
     return found.loss
 
@@ -162,7 +162,7 @@ class _Done:
 
 def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
     """Enqueue one step; the host does not wait for it."""
-    plan, start, state, config = trainer.plan, trainer.start, trainer.state, trainer.plan.config
+    job, start, state, config = trainer.job, trainer.start, trainer.state, trainer.job.config
     # As in SMP v2: later steps would repeat the first ones.
     early = state.step < start.progress.step + 5
     lr = set_lr(trainer.optimizer, config.lr, state.step, max_steps=start.max_steps)
@@ -171,7 +171,7 @@ def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
     batch = next(batches)
     model, optimizer = trainer.model, trainer.optimizer
     with (
-        profile_step(plan, start, model, optimizer, step=state.step, record=record) as noted,
+        profile_step(job, start, model, optimizer, step=state.step, record=record) as noted,
         trainer.planned.profiled(model, optimizer, state.step, noted) as mark,
     ):
         result = train_step(
@@ -179,14 +179,14 @@ def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
             optimizer,
             batch,
             setup=trainer.setup,
-            device=plan.device,
+            device=job.device,
             grad_clip=config.optim.grad_clip,
             objective=loss_of(trainer.setup),
             record=mark,
             enter=trainer.guard.enter,
         )
     if config.activation.clean_cache:
-        release_cache(plan.device)
+        release_cache(job.device)
     state.step += 1
     state.samples += start.global_batch_size
     logged = config.logging.due(state.step, max_steps=start.max_steps)
@@ -227,7 +227,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             tokens=state.tokens,
             samples=done.samples,
             step_time_s=watch.mean_seconds(done.step),
-            memory=memory_stats(trainer.plan.device),
+            memory=memory_stats(trainer.job.device),
             phase_s=trainer.guard.watchdog.spent(),
             more={
                 name: each / max(divisor, 1) for name, each in zip(loss_of(trainer.setup).metrics, others, strict=True)
@@ -239,7 +239,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
 
 def _save_if_due(trainer: Trainer, *, counts: dict[str, int], stop: bool) -> None:
     def manifest() -> Manifest:
-        return describe(trainer.plan, trainer.start, trainer.state, trainer.val_loss)
+        return describe(trainer.job, trainer.start, trainer.state, trainer.val_loss)
 
     trainer.saver.after_step(counts, manifest, step=trainer.state.step, stop=stop)
 
@@ -249,24 +249,22 @@ def finish(trainer: Trainer, status: int) -> None:
 
     A run that was asked to stop (``status``) only closes its files.
     """
-    plan = trainer.plan
-    settings = plan.config.checkpoint
+    job = trainer.job
+    settings = job.config.checkpoint
     url = settings.model_dir if settings.model_dir and is_url(settings.model_dir) else None
-    final = Path(settings.model_dir).absolute() if settings.model_dir and not url else plan.run_dir / "final"
+    final = Path(settings.model_dir).absolute() if settings.model_dir and not url else job.run_dir / "final"
     if settings.save_final_model and not status:
-        tokenizer = plan.config.data.tokenizer_name_or_dir
-        merged = (
-            lora_merge.merged(trainer.model, plan.settings) if plan.settings[lora.Config].save_merged_model else None
-        )
+        tokenizer = job.config.data.tokenizer_name_or_dir
+        merged = lora_merge.merged(trainer.model, job.settings) if job.settings[lora.Config].save_merged_model else None
         model, read = merged or (trainer.model, None)
         export_hf(
             model,
             final,
             read=read,
-            hf_config=plan.model.hf_config,
-            tokenizer_dir=Path(tokenizer).expanduser() if tokenizer else plan.model.tokenizer_dir,
-            generation_dir=plan.model.generation_dir,
-            chat_template=plan.config.data.chat_template,
+            hf_config=job.model.hf_config,
+            tokenizer_dir=Path(tokenizer).expanduser() if tokenizer else job.model.tokenizer_dir,
+            generation_dir=job.model.generation_dir,
+            chat_template=job.config.data.chat_template,
             progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
         is_adapter = (final / ADAPTER_CONFIG).exists()
@@ -277,11 +275,11 @@ def finish(trainer: Trainer, status: int) -> None:
             logger.info("It was uploaded to %s.", url)
     trainer.metrics.finish()
     trainer.planned.finish()
-    plan.train_data.close()
-    if plan.validation_data is not None:
-        plan.validation_data.close()
+    job.train_data.close()
+    if job.validation_data is not None:
+        job.validation_data.close()
     trainer.guard.part(status)
     if not status:
-        log_collectives(on_console=plan.config.logging.comm_report)
-    if plan.launch.is_main and not status:
-        log_next_commands(plan, trainer.start, trainer.state.step, final if settings.save_final_model else None)
+        log_collectives(on_console=job.config.logging.comm_report)
+    if job.launch.is_main and not status:
+        log_next_commands(job, trainer.start, trainer.state.step, final if settings.save_final_model else None)

@@ -13,8 +13,8 @@ from torch import nn
 from smp.loss import IGNORE_INDEX
 from smp.parallel.sharding import reshard
 from smp.parallel.technique import Setup
+from smp.train.checked_job import CheckedJob
 from smp.train.preference import loss_of
-from smp.train.run_plan import RunPlan
 
 # Of a validation during training, unless --validation_batches is given.
 BATCHES = 10
@@ -30,32 +30,32 @@ class Validation(NamedTuple):
 
 
 @torch.no_grad()
-def validate(plan: RunPlan, model: nn.Module, setup: Setup, *, enter: Callable[[str], None]) -> Validation:
+def validate(job: CheckedJob, model: nn.Module, setup: Setup, *, enter: Callable[[str], None]) -> Validation:
     """Return the loss on the first ``validation_batches``, or on all with ``evaluate_only``; collective.
 
     Args:
-        plan: of the run, with its validation data.
+        job: of the run, with its validation data.
         model: the prepared model.
         setup: the model's, on a joined mesh.
         enter: called after each batch, for the watchdog.
     """
-    assert plan.validation_data is not None  # what needs validation data is refused without
-    settings = plan.config.data
+    assert job.validation_data is not None  # what needs validation data is refused without
+    settings = job.config.data
     # The stream is endless; rows past its end would count twice, and are masked.
-    rows = settings.val_batch_size * plan.mesh.data.size
-    samples = plan.validation_data.samples_per_epoch
+    rows = settings.val_batch_size * job.mesh.data.size
+    samples = job.validation_data.samples_per_epoch
     limit = settings.validation_batches or (samples if settings.evaluate_only else BATCHES)
     batches = min(limit, -(-samples // rows))
     model.eval()
     objective = loss_of(setup)
-    sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float64, device=plan.device)
-    counts = objective.count([], plan.device)
-    for _, batch in zip(range(batches), plan.validation_data, strict=False):
+    sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float64, device=job.device)
+    counts = objective.count([], job.device)
+    for _, batch in zip(range(batches), job.validation_data, strict=False):
         for microbatch in batch.microbatches:
             microbatch["targets"][microbatch["sample_ids"] >= samples] = IGNORE_INDEX
             own = objective.own_part(microbatch)
-            sums += objective.compute(model, own, plan.device)[1]
-            counts += objective.count([own], plan.device)
+            sums += objective.compute(model, own, job.device)[1]
+            counts += objective.count([own], job.device)
         enter("validation")  # each batch has the time of a phase
     model.train()
     reshard(model)

@@ -62,7 +62,7 @@ def _let_run_pass(mode: FakeTensorMode) -> None:
     from smp.parallel import parallelize
     from smp.parallel.tensor import technique
     from smp.train import __main__ as job
-    from smp.train import run_plan
+    from smp.train import checked_job
 
     def with_fake_buffers(build_on_meta: Any) -> Any:
         def build(make: Any) -> Any:
@@ -86,7 +86,7 @@ def _let_run_pass(mode: FakeTensorMode) -> None:
     technique.overlap_obstacle = lambda degree, device_type: ""
     job.process_group = lambda *args, **kwargs: contextlib.nullcontext()
     saver.forecast = lambda directory, nbytes: "fits"  # this machine's disk may be small
-    run_plan.check_host_memory = lambda needed, available: None  # and its memory
+    checked_job.check_host_memory = lambda needed, available: None  # and its memory
     Guard.connected = lambda self: contextlib.nullcontext()
     Guard.refuse_crash_loop = lambda self, step: None
 
@@ -100,12 +100,12 @@ def run(world: int, flags: list[str]) -> dict[str, Any]:
     from smp.train import __main__ as job
     from smp.train import trainer
     from smp.train.arguments import parse_args
-    from smp.train.run_plan import make_plan
+    from smp.train.checked_job import check_job
 
     fake_cuda.install(devices=min(world, 8))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     config = parse_args(flags)
-    plan = make_plan(config, Launch(0, world, 0, min(world, 8)))
+    plan = check_job(config, Launch(0, world, 0, min(world, 8)))
     mode = planned_world.fake_mode()
     _let_fakes_pass()
     _let_run_pass(mode)

@@ -19,7 +19,7 @@ import train_lib
 from smp.config import ParallelConfig, Settings
 from smp.dry_run import sharded_model
 from smp.errors import UserError
-from smp.memory.plan import estimate_memory
+from smp.memory.estimate import estimate_memory
 from smp.memory.shape import Workload, model_shape
 from smp.mesh import Mesh, lay_out
 from smp.models.model_config import ModelConfig, resolve_model

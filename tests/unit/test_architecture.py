@@ -153,7 +153,7 @@ def test_the_whole_configuration_stays_at_the_top():
         "arguments",
         "smp.train.elsewhere",
         "smp.train.start",
-        "smp.train.run_plan",
+        "smp.train.checked_job",
         "smp.train.output_paths",
         "smp.train.report",
         "smp.doctor.check",

@@ -27,8 +27,8 @@ from smp.parallel.technique import Setup
 from smp.runtime import Launch
 from smp.train import __main__ as train
 from smp.train.arguments import ArgumentsError, parse_args
+from smp.train.checked_job import problems_of_rest
 from smp.train.exit import exit_status
-from smp.train.run_plan import problems_of_rest
 from tests.job import LLAMA, NEOX, run_job
 from tests.zoo import tiny_config
 
@@ -565,7 +565,7 @@ def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_p
 )
 @pytest.mark.full
 def test_a_large_model_names_a_plan_that_works(words, refused, capsys, monkeypatch):
-    monkeypatch.setattr("smp.train.run_plan.available_memory", lambda device, processes: 16 << 30)
+    monkeypatch.setattr("smp.train.checked_job.available_memory", lambda device, processes: 16 << 30)
     lines = refused(*words)
     assert len(lines) == 1 + (len(words) == 2) and ("no training data" in lines[0]) == (len(words) == 2)
     command = re.search("`smp (plan .*)`", lines[-1])[1].split()

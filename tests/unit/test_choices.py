@@ -16,9 +16,9 @@ from smp.mesh import lay_out
 from smp.parallel import allocator, choices, compile_blocks, lora
 from smp.parallel.choices import Choice, Situation, agree_on_choices, choose
 from smp.parallel.tensor import technique
-from smp.train import run_plan
+from smp.train import checked_job
 from smp.train.arguments import FLAGS
-from smp.train.run_plan import batch_of_flags, choose_settings, sizes
+from smp.train.checked_job import batch_of_flags, choose_settings, sizes
 from tests.distributed import run_distributed
 from tests.flags import SYNTHETIC, check, in_child, parse, plan_of
 from tests.job import LLAMA, run_job
@@ -145,7 +145,7 @@ def test_every_setting_that_may_be_auto_is_decided(tmp_path, monkeypatch):
     degrees = ["--tensor_parallel_degree", 2, "--context_parallel_degree", 2]
     plan = dataclasses.replace(plan, config=parse([*LLAMA, *SYNTHETIC, *degrees]))
     seen = dataclasses.replace(situation(plan.settings), hf_config=plan.model.hf_config, mesh=lay_out(1, 2, 2, 2))
-    made = [choice for chooser in run_plan.CHOOSERS for choice in chooser(seen)]
+    made = [choice for chooser in checked_job.CHOOSERS for choice in chooser(seen)]
     assert {choice.name for choice in made} | {"sharding_strategy"} == may_be
     for name in may_be:
         assert FLAGS[name].field.default == AUTO
@@ -163,10 +163,10 @@ def test_what_is_chosen_fits(tmp_path, shown, monkeypatch):
         if situation.fits(loss_chunk_tokens=0):
             yield Choice(COMPILE, True, "fits")
 
-    monkeypatch.setattr(run_plan, "CHOOSERS", [keep_all])
+    monkeypatch.setattr(checked_job, "CHOOSERS", [keep_all])
     plan = on_gpu(plan_of(["--train_batch_size", 64], tmp_path))
     shape, work = sizes(plan)
-    needed = run_plan.peak_bytes(shape, plan.mesh, work.changed(loss_chunk_tokens=0))
+    needed = checked_job.peak_bytes(shape, plan.mesh, work.changed(loss_chunk_tokens=0))
     batch = batch_of_flags(plan.config, plan.mesh)
     assert choose_settings(plan, needed - 1, batch=batch) == []
     plan.choices.extend(choose_settings(plan, needed, batch=batch))
@@ -205,7 +205,7 @@ def run_in_child(words, path):
 
 def test_config_yaml_keeps_auto_and_tells_what_was_chosen(tmp_path, monkeypatch):
     """Read again, it leaves the choice to the next run."""
-    monkeypatch.setattr(run_plan, "choose_strategy", lambda parallel, **world: "full_shard")
+    monkeypatch.setattr(checked_job, "choose_strategy", lambda parallel, **world: "full_shard")
     words = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--output_dir", tmp_path / "run"]
     output = run_job(*words).succeeded().output
     line = "--sharding_strategy full_shard (tensor parallelism takes all of a host)"
@@ -248,9 +248,9 @@ def test_expandable_segments(monkeypatch, tmp_path):
     allocator.use_expandable_segments()
     assert read() == "expandable_segments:True"
     given = ["--expandable_segments", 1]
-    with pytest.raises(run_plan.ConfigError, match="--expandable_segments 1 needs a GPU and none is visible"):
+    with pytest.raises(checked_job.ConfigError, match="--expandable_segments 1 needs a GPU and none is visible"):
         plan_of(given, tmp_path)
     config = parse([*LLAMA, *SYNTHETIC, *given])
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    problems = run_plan._needs_of_settings(config, torch.device("cuda", 0))
+    problems = checked_job._needs_of_settings(config, torch.device("cuda", 0))
     assert re.match("--expandable_segments 1 and PYTORCH_CUDA_ALLOC_CONF both set the allocator", problems[0])

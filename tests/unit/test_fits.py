@@ -10,14 +10,14 @@ import torch
 
 import smp.cli.plan
 from smp.errors import Problems, UserError
-from smp.memory.plan import estimate_memory, memory_table, processes_that_fit
+from smp.memory.estimate import estimate_memory, memory_table, processes_that_fit
 from smp.memory.shape import model_shape
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.plan import request
 from smp.plan.closed_time import estimate
 from smp.plan.records import GIB
 from smp.runtime import Launch
-from smp.train import run_plan
+from smp.train import checked_job
 from smp.train.arguments import parse_args
 
 MODELS = ("llama7b", "llama3_8b")
@@ -34,16 +34,16 @@ def answers(words, row, resolved, monkeypatch):
     """What each of them says of a job on a host of eight such devices."""
     limit, found, asked = int(row.memory * GIB), {}, []
     config = parse_args(words)
-    job = run_plan.make_job(config, Launch(0, 8, 0, 8), torch.device("cuda"), resolved, Problems())
+    job = checked_job.make_job(config, Launch(0, 8, 0, 8), torch.device("cuda"), resolved, Problems())
     try:
-        run_plan.refuse_too_large(job, limit)
+        checked_job.refuse_too_large(job, limit)
         found["refusal"] = True
     except UserError:
         found["refusal"] = False
-    monkeypatch.setattr(run_plan, "CHOOSERS", [lambda situation: iter(asked.append(situation.fits()) or ())])
-    run_plan.choose_settings(job, limit, batch=run_plan.planned_batch(config, job.mesh))
+    monkeypatch.setattr(checked_job, "CHOOSERS", [lambda situation: iter(asked.append(situation.fits()) or ())])
+    checked_job.choose_settings(job, limit, batch=checked_job.planned_batch(config, job.mesh))
     found["auto"] = asked == [True]
-    shape, work = run_plan.sizes(job)
+    shape, work = checked_job.sizes(job)
     found["dry run"] = " headroom " in memory_table(estimate_memory(shape, job.mesh, work), limit)
     if job.mesh.replicas.size == 1:
         enough = processes_that_fit(shape, job.mesh, work, limit)
@@ -65,10 +65,10 @@ def answers(words, row, resolved, monkeypatch):
 def test_all_give_the_same_answer(model, monkeypatch):
     resolved = resolve_model(ModelConfig(model=model), here=False)
     shape = model_shape(resolved)
-    for module in (run_plan, request):  # once
+    for module in (checked_job, request):  # once
         monkeypatch.setattr(module, "resolve_model", lambda config, here: resolved)
         monkeypatch.setattr(module, "shape_of", lambda resolved, settings: shape)
-    monkeypatch.setattr(run_plan, "check_host_memory", lambda needed, available: None)
+    monkeypatch.setattr(checked_job, "check_host_memory", lambda needed, available: None)
     seen = set()
     for (name, memory), layout in itertools.product(DEVICES, LAYOUTS):
         row = smp.cli.plan.device_of(name, 8, memory_gib=memory)

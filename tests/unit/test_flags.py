@@ -44,7 +44,7 @@ from smp.runtime import Launch, process_group
 from smp.train import garbage, trainer, validation
 from smp.train import step as one_step
 from smp.train.arguments import FLAGS, parse_args
-from smp.train.run_plan import planned_launch
+from smp.train.checked_job import planned_launch
 from smp.train.start import resolve
 from tests.flags import CHECKS, LIVE, NO_EFFECT, ROOT, SYNTHETIC, Words, check, differs, parse, plan_of
 from tests.job import LLAMA, read_metrics, run_job

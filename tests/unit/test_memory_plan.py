@@ -20,14 +20,14 @@ from smp.errors import UserError
 from smp.faults.guard import Guard
 from smp.memory import limits
 from smp.memory.advice import changes_that_help
+from smp.memory.estimate import GIB, estimate_memory, memory_at, peak_bytes, processes_that_fit
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import CONTEXT_BYTES, agree_on_memory, available_memory
-from smp.memory.plan import GIB, estimate_memory, memory_at, peak_bytes, processes_that_fit
 from smp.memory.shape import Moment, Workload, model_shape
 from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.parallel import lora, parallelize
-from smp.train import elsewhere, run_plan
+from smp.train import checked_job, elsewhere
 from tests.distributed import run_distributed
 from tests.job import run_job
 
@@ -301,7 +301,7 @@ def a_gpu_each(rank):
     torch.cuda.mem_get_info = lambda device: ((80 - 79 * rank) * GIB, 80 * GIB)
     elsewhere.choose_device = lambda launch: torch.device("cuda", launch.local_rank)
     Guard.refuse_crash_loop = lambda guard, step: None  # counts on the GPU
-    runtime.choose_backend = run_plan.choose_backend = lambda comm, device: "gloo"
+    runtime.choose_backend = checked_job.choose_backend = lambda comm, device: "gloo"
 
 
 def test_a_job_that_does_not_fit_one_gpu_is_refused_by_all_ranks_alike(tmp_path):

@@ -22,7 +22,7 @@ from smp.data.data_pipeline import StepBatch
 from smp.loss import shift_labels
 from smp.memory.advice import advice_text, changes_that_help
 from smp.memory.categories import _SITES, LOGITS, asked_by
-from smp.memory.plan import estimate_memory
+from smp.memory.estimate import estimate_memory
 from smp.memory.profile import CATEGORIES, Snapshot, is_out_of_memory, profile_memory, rank_table
 from smp.memory.shape import Moment, Workload, model_shape
 from smp.memory.tracker import cpu_tensor_bytes, rss_bytes
@@ -34,7 +34,7 @@ from smp.parallel.parallelize import parallelize
 from smp.parallel.tensor import group as tp_group
 from smp.plan.step_profile import _caller
 from smp.runtime import release_cache
-from smp.train import run_plan
+from smp.train import checked_job
 from smp.train.logging_config import LoggingConfig
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.report import profile_step
@@ -442,7 +442,7 @@ def little_memory(monkeypatch):
         room = int(held.split()[1]) * 1024 + 200 * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (room, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
-    monkeypatch.setattr(run_plan, "refuse_too_large", limit)
+    monkeypatch.setattr(checked_job, "refuse_too_large", limit)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sets a limit from what Linux says is held")

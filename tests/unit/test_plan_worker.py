@@ -24,7 +24,7 @@ from transformers import masking_utils
 
 from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, DamagedCheckpointError, UserError
-from smp.memory.plan import BASE_CPU_BYTES
+from smp.memory.estimate import BASE_CPU_BYTES
 from smp.parallel import sharding
 from smp.plan import shim, world
 from smp.plan.devices import DEVICES, DeviceRow

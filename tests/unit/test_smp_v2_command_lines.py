@@ -15,8 +15,8 @@ from smp.models.model_config import resolve_model
 from smp.parallel.tensor.technique import overlap_obstacle
 from smp.runtime import Launch
 from smp.train.arguments import FLAGS, parse_args
+from smp.train.checked_job import check_job
 from smp.train.elsewhere import planned_launch
-from smp.train.run_plan import make_plan
 from tests.job import LLAMA
 
 # Facts of public notebooks and scripts: the settings that they give, and the estimator's parameters.
@@ -44,7 +44,7 @@ def said(words: list[str], capsys) -> list[str]:
 
 def plan_of(words: list[str]):
     config = parse_args(words)
-    return make_plan(config, planned_launch(config, Launch()))
+    return check_job(config, planned_launch(config, Launch()))
 
 
 @pytest.mark.parametrize("line", TAKEN, ids=lambda line: line["flags"]["model_type"])

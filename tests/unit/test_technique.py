@@ -23,7 +23,7 @@ from smp.cli.export import parameters_of
 from smp.config import LossConfig, Settings, setting
 from smp.errors import ConfigError, UserError
 from smp.loss import shift_labels
-from smp.memory.plan import estimate_memory
+from smp.memory.estimate import estimate_memory
 from smp.memory.shape import Workload
 from smp.mesh import lay_out
 from smp.models.registry import FAMILIES, family_of

@@ -16,9 +16,9 @@ from smp.config import ParallelConfig, Section, Settings, flag_text
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.errors import ConfigError, Problems, UserError
 from smp.memory.advice import Change, changes_that_help
+from smp.memory.estimate import GIB, peak_bytes, processes_that_fit
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import available_memory
-from smp.memory.plan import GIB, peak_bytes, processes_that_fit
 from smp.memory.shape import ModelShape, Workload, workload
 from smp.mesh import Mesh, choose_strategy, resolve_mesh
 from smp.models.model_config import ResolvedModel, resolve_model
@@ -81,7 +81,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunPlan(Job):
+class CheckedJob(Job):
     """A checked job, with its data open; ``smp.train.start`` chooses its start, in the process group."""
 
     run_dir: Path
@@ -101,7 +101,7 @@ class RunPlan(Job):
             self.validation_data.close()
 
 
-def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
+def check_job(config: TrainConfig, launch: Launch) -> CheckedJob:
     """Check everything that can be checked without allocating a model or starting a process group.
 
     It opens the data, and so may fill the token cache; nothing else is written, and no checkpoint is read.
@@ -117,7 +117,7 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
         data = problems.attempt(_open_data, job, _batch_shape(job, size))
     if problems or data is None:
         raise ConfigError(problems)
-    return RunPlan(**vars(job), **output, **data)
+    return CheckedJob(**vars(job), **output, **data)
 
 
 def problems_of_rest(error: ArgumentsError, launch: Launch) -> list[str]:
@@ -142,7 +142,7 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
         problems: those found are added.
 
     Returns:
-        The job, the samples of a step if they can be, and what :class:`RunPlan` has of where the job writes.
+        The job, the samples of a step if they can be, and what :class:`CheckedJob` has of where the job writes.
 
     Raises:
         ConfigError: with all problems, if there is no model or no layout.
