@@ -3,8 +3,8 @@ disk, data, model, and the collectives of all ranks.
 
 Started alone it starts --nproc_per_node processes of this machine. To look at a cluster, start it as the job is
 started: `torchrun ... -m smp doctor`, `srun python -m smp doctor`; rank 0 shows what all have found. Every finding is
-ok, a warning or a problem, in one sentence. The training job's settings are given by --config, by its flags after --,
-or by the few flags here.
+ok, a warning or a problem, in one sentence. All other flags are the training job's, such as --config, --model,
+--training_dir or --output_dir: without any, no model, data and disk are looked at.
 
 Exit status 0: no problem, though perhaps warnings; 1: a problem was found; 2: nothing was looked at.
 """
@@ -21,21 +21,10 @@ from smp.environment import read_launch
 from smp.environment.threads import set_default_threads
 from smp.errors import UserError
 
-_OF_THE_JOB = ("model", "training_dir", "test_dir", "dataset_type", "tokenizer_name_or_dir", "vocab_size", "output_dir",
-               "distributed_backend")  # fmt: skip
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--config", metavar="FILE", help="the training job's run.yaml")
-    parser.add_argument("--model", metavar="NAME", help="preset or Hugging Face directory, to predict its memory")
-    parser.add_argument("--training_dir", metavar="DIR", help="data to look at")
-    parser.add_argument("--test_dir", metavar="DIR", help="validation data to look at, with --validation_freq")
-    parser.add_argument("--dataset_type", choices=("auto", "gpt_jsonl", "hf", "text"), help="default: auto, as the job")
-    parser.add_argument("--tokenizer_name_or_dir", metavar="DIR", help="the tokenizer, for text")
-    parser.add_argument("--vocab_size", metavar="N", help="ids must be below it; default: the model's")
-    parser.add_argument("--output_dir", metavar="DIR", help="where the run will write")
-    parser.add_argument("--distributed_backend", choices=("smddp", "gloo", "nccl"), help="default: as the job")
+    parser.passes_on = True  # type: ignore[attr-defined]
     parser.add_argument(
         "--nproc_per_node", type=int, metavar="N", help="processes to start, without a launcher (default 2)"
     )
@@ -44,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--full", action="store_true", help="measure longer messages")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, and nothing else")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the training job")
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -55,17 +43,13 @@ def request_of(options: argparse.Namespace) -> Request:
     """
     if not 1 <= options.timeout <= 86400:
         raise UserError(f"--timeout {options.timeout:g} is not allowed: give 1 to 86400 seconds")
-    if {"--help", "-h"} & set(options.flags):
+    flags = [word for word in options.more if word != "--"]
+    if {"--help", "-h"} & set(flags):
         raise UserError(
             "the flags after -- ask for help instead of a job: leave --help out, and read it with `python -m smp.train "
             "--help`"
         )
-    arguments = [] if options.config is None else ["--config", options.config]
-    arguments += options.flags
-    for name in _OF_THE_JOB:
-        if (value := getattr(options, name)) is not None:
-            arguments += [f"--{name}", value]
-    return Request(tuple(arguments), options.timeout, options.full)
+    return Request(tuple(flags), options.timeout, options.full)
 
 
 def run(options: argparse.Namespace) -> int:

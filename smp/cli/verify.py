@@ -22,7 +22,10 @@ _MOST_THREADS = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("directory", help="a checkpoint, or a directory or a URL that contains some, such as a run's")
+    parser.add_argument(
+        "directories", nargs="+", metavar="directory",
+        help="a checkpoint, or a directory or a URL that contains some, such as a run's",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="manifest, names and sizes only; reads no tensor file")
 
 
@@ -94,12 +97,15 @@ def _report(checkpoint: GivenCheckpoint, *, content: bool) -> bool:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check what ``options.directory`` names, a line each."""
-    found = find(options.directory)
-    good = 0
+    """Check what ``options.directories`` name, a line for each checkpoint."""
+    return max([_verify(directory, content=not options.quick) for directory in options.directories])
+
+
+def _verify(directory: str, *, content: bool) -> int:
+    found, good = find(directory), 0
     for checkpoint in found.checkpoints:
         try:
-            good += _report(checkpoint, content=not options.quick)
+            good += _report(checkpoint, content=content)
         except UserError as error:
             print(f"{shown(checkpoint.name)}: not complete")
             print(f"  {shown(error, 400)}")
@@ -108,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
     for name in found.aside:
         print(f"{shown(name)}: set aside, as the run continued without it; no resume takes it")
     if not found.checkpoints:
-        raise UserError(f"{options.directory} contains no complete checkpoint")
+        raise UserError(f"{directory} contains no complete checkpoint")
     if good != len(found.checkpoints) and not found.single:
         print(f"{len(found.checkpoints) - good} of {len(found.checkpoints)} checkpoints cannot be resumed from")
     return 0 if good == len(found.checkpoints) else 1

@@ -111,7 +111,8 @@ def test_a_good_checkpoint_is_whole(call, run_dir):
     status, out, err = call("verify", run_dir / "checkpoints" / "llama_v2-4steps")
     assert status == 0 and err == [] and len(out) == 1
     assert re.fullmatch(r"llama_v2-4steps: valid \(2 files, \d+\.\d KiB, \d+\.\d s\)", out[0]), out
-    assert call("verify", run_dir / "checkpoints" / "latest")[1][0].startswith("llama_v2-4steps: valid")
+    status, out, _ = call("verify", *(run_dir / "checkpoints" / name for name in ("latest", "llama_v2-2steps")))
+    assert status == 0 and [line.split(" (")[0] for line in out] == ["llama_v2-4steps: valid", "llama_v2-2steps: valid"]
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints"])
