@@ -359,10 +359,12 @@ def small_parts(replace: Callable[[object, str, object], None] = setattr) -> Non
 
 
 def few_attempts(replace: Callable[[object, str, object], None] = setattr) -> None:
-    """Leave attempts to smp and to botocore: with s3fs's own five of each, a server that is away takes 40 s."""
+    """Leave attempts to smp and botocore, without pauses: with s3fs's own of each, a server that is away takes 40 s."""
     import s3fs
+    from botocore.retries.standard import ExponentialBackoff
 
     replace(s3fs.S3FileSystem, "retries", 1)
+    replace(ExponentialBackoff, "delay_amount", lambda self, context: 0.01)
     replace(object_store, "FIRST_PAUSE", 0.05)
 
 

@@ -51,6 +51,7 @@ def first(tmp_path_factory):
     return out, call(out, "--tiny", "--side_by_side", 2, "--match", *MATCH)
 
 
+@pytest.mark.slow
 def test_a_call_ends_and_has_a_result_for_everything(first):
     out, done = first
     assert done.returncode == 3, done.stderr  # something has failed
@@ -71,6 +72,7 @@ def test_a_call_ends_and_has_a_result_for_everything(first):
     assert len(found["plain loop, 1 layers"]["losses"]) == 8
 
 
+@pytest.mark.slow
 def test_a_second_call_tries_only_what_has_failed(first, tmp_path):
     before, _ = first
     done = call(tmp_path / "out", "--tiny", "--done", before / "results.jsonl", "--only", "timed", "--match", *MATCH)

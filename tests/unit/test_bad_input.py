@@ -560,10 +560,8 @@ def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_p
     assert needs > 4 * 4 * 69e9 / 2 / 2**30  # fp32 parameters, gradients and two moments over two processes
 
 
-@pytest.mark.parametrize(
-    "words", [pytest.param(["--model", "llama70b"], marks=pytest.mark.slow), ["--model", "llama70b", *SYNTHETIC]]
-)
-@pytest.mark.full
+@pytest.mark.parametrize("words", [["--model", "llama70b"], ["--model", "llama70b", *SYNTHETIC]])
+@pytest.mark.slow
 def test_a_large_model_names_a_plan_that_works(words, refused, capsys, monkeypatch):
     monkeypatch.setattr("smp.train.checked_job.available_memory", lambda device, processes: 16 << 30)
     lines = refused(*words)

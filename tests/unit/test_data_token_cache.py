@@ -32,7 +32,7 @@ def refuse(writer):
 
 
 def slow_count(root, barrier, results):
-    look = token_cache._open_whole
+    look = token_cache._open_complete
 
     def looked(*arguments):
         found = look(*arguments)
@@ -44,7 +44,7 @@ def slow_count(root, barrier, results):
         wait_until(lambda: len(list(root.glob("looked-*"))) == 2)  # the other one has found nothing, and asks
         put(writer)
 
-    token_cache._open_whole = looked
+    token_cache._open_complete = looked
     barrier.wait()
     results.put(make(root, build).tokens.tolist())
 
