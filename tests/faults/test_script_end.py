@@ -108,7 +108,7 @@ def run(tmp_path, how: str, place: str | None = None) -> tuple[list[int], str]:
     [
         pytest.param("ends", [0, 0], marks=pytest.mark.smoke),
         ("destroy", [0, 0]),
-        ("sys.exit", [3, 3]),
+        pytest.param("sys.exit", [3, 3], marks=pytest.mark.slow),
         ("fails", [1, 1]),
     ],
 )

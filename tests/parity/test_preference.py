@@ -147,10 +147,7 @@ def check(expected, folder):
             compare(model, setup, batch_of(setup.mesh.data_rank, setup.mesh.data_size), of_it, (layout, config))
 
 
-RANKS = pytest.mark.parametrize("world_size", [1, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 4))])
-
-
-@RANKS
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 4))])
 def test_pairs_are_those_of_the_formula(world_size, tmp_path):
     peft_of(build_reference("llama_gqa", torch.float64)).save_pretrained(tmp_path)
     theirs = peft.PeftModel.from_pretrained(build_reference("llama_gqa", torch.float64), tmp_path, is_trainable=True)
@@ -198,7 +195,9 @@ def check_all_parameters(expected):
             compare(model, setup, batch, of_it, (layout, config))
 
 
-@RANKS
+@pytest.mark.parametrize(
+    "world_size", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_all_parameters_are_trained_beside_a_frozen_copy(world_size):
     theirs = build_reference("llama_gqa", torch.float64)
     with torch.no_grad():

@@ -134,8 +134,11 @@ def check(name, expected):
         assert torch.equal(again, found.detach())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", ["llama_gqa", pytest.param("gpt_neox_tied", marks=pytest.mark.full)])
+@pytest.mark.parametrize(("name", "world_size"), [
+    ("llama_gqa", 1), ("llama_gqa", 2),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (("llama_gqa", 4), ("gpt_neox_tied", 2))),
+    pytest.param("gpt_neox_tied", 4, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_sums_and_gradients_are_those_of_log_softmax(name, world_size):
     expected = {packed: reference(name, packed=packed) for packed in (False, True)}
     run_distributed(check, name, expected, world_size=world_size)
