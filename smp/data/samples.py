@@ -103,7 +103,7 @@ class PackedSamples:
                 f"first {sequence_length} tokens; {way}"
             )
         self.numbers = chosen
-        self._whole = chosen[self._lengths[chosen] == lengths[chosen]]
+        self._uncut = chosen[self._lengths[chosen] == lengths[chosen]]
         members, self._offsets = best_fit(self._lengths[chosen], sequence_length)
         self._members = chosen[members]
         self.fingerprint = digest_of(fingerprint, sequence_length, dataclasses.astuple(choice))
@@ -123,9 +123,9 @@ class PackedSamples:
     @property
     def end(self) -> int | None:
         """Return the last token that is trained on of the first sample that is not cut; None: all are."""
-        if not len(self._whole):
+        if not len(self._uncut):
             return None
-        _, labels = self.documents(int(self._whole[0]))[-1]
+        _, labels = self.documents(int(self._uncut[0]))[-1]
         return int(labels[labels != IGNORED][-1])
 
     def packed(self, indices: np.ndarray) -> np.ndarray:

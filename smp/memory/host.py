@@ -1,4 +1,4 @@
-"""Host memory of a rank whose tensors are on a GPU, whose own memory is :mod:`smp.memory.estimate`'s."""
+"""Host memory of a rank whose tensors are on a GPU; :mod:`smp.memory.estimate` predicts the GPU's own."""
 
 from __future__ import annotations
 

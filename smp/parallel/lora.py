@@ -226,9 +226,9 @@ class _Given:
                 f"--adapter_path: {self._file} cannot be read ({error}): give a directory that peft's save_pretrained "
                 f"has written"
             ) from error
-        if whole := sorted(key for key in self._tensors if ".lora_" not in key):
+        if weights := sorted(key for key in self._tensors if ".lora_" not in key):
             raise UserError(
-                f"--adapter_path: {self._file} has {whole[0]}, no factor but a weight, as peft saves of a vocabulary "
+                f"--adapter_path: {self._file} has {weights[0]}, no factor but a weight, as peft saves of a vocabulary "
                 f"that was resized: merge the adapter with peft's merge_and_unload"
             )
         if wrong := sorted(keys ^ self._tensors.keys()):
