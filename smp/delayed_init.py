@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from smp.errors import UserError
 from smp.models.added import Encoded, added_parameters, encoded_parameters
+from smp.models.file_names import parameters_of
 from smp.models.init_rules import InitRule
 
 BLOCK = 1 << 16
@@ -145,7 +146,7 @@ def initialize_(model: nn.Module, rules: Callable[[str], InitRule], *, seed: int
         UserError: a parameter has no rule, or is still on the meta device; the text names it.
     """
     encoded = encoded_parameters(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_of(model).items():
         if parameter.is_meta:
             raise UserError(f"parameter {name} was left on the meta device, without values: allocate it first")
         if (how := encoded.get(name)) is None:
@@ -189,7 +190,7 @@ def initialize_parameter_(parameter: torch.Tensor, rule: InitRule, *, seed: int,
 
 def fill_added_(model: nn.Module, *, seed: int) -> None:
     """Give the parameters that techniques have added their initial values; each rank fills only its shard."""
-    own, parameters = added_parameters(model), dict(model.named_parameters())
+    own, parameters = added_parameters(model), parameters_of(model)
     for name, each in own.items():
         initialize_parameter_(parameters[name], each.initial, seed=seed, name=name)
     _block_values.cache_clear()

@@ -17,7 +17,7 @@ from smp.delayed_init import fill_encoded_
 from smp.errors import ConfigError, UserError
 from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
-from smp.models.file_names import buffers_of
+from smp.models.file_names import buffers_of, parameters_of
 from smp.models.registry import family_of
 from smp.models.weight_files import INDEX, find_weights, weight_map
 
@@ -52,9 +52,9 @@ def _equal(first: _Entry, second: _Entry) -> bool:
 
 def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]) -> tuple[_Plan, list[str]]:
     """Find the keys of parameters and buffers. A tied one may be in the files once or, with the same values, twice."""
-    parameters, added = model.named_parameters(remove_duplicate=False), added_parameters(model)
-    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = {name: canonical[id(p)] for name, p in parameters if name not in added}
+    parameters, added = parameters_of(model, remove_duplicate=False), added_parameters(model)
+    canonical = {id(parameter): name for name, parameter in parameters_of(model).items()}
+    names = {name: canonical[id(p)] for name, p in parameters.items() if name not in added}
     names |= {name: name for name, _ in buffers_of(model)}
     plan: _Plan = {}
     unexpected, problems = [], []
@@ -133,7 +133,7 @@ def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> 
     if (file := find_weights(weights)).name != INDEX and weights.is_dir() and (weights / INDEX).exists():
         logger.warning("%s is read, and not %s beside it, as transformers does: delete the older one", file, INDEX)
     plan, problems = _match_keys(model, family, weight_map(weights))
-    tensors = {**dict(model.named_parameters()), **dict(buffers_of(model))}
+    tensors = {**parameters_of(model), **dict(buffers_of(model))}
     tensors |= {n: torch.empty(how.shape, device="meta") for n, how in encoded_parameters(model).items()}
     problems += _check_tensors(tensors, plan)
     if problems:
@@ -159,7 +159,7 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
     """
     from safetensors import safe_open
 
-    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(buffers_of(model))}
+    tensors: dict[str, torch.Tensor] = {**parameters_of(model), **dict(buffers_of(model))}
     unallocated = [name for name, tensor in tensors.items() if tensor.is_meta]
     if unallocated:
         raise UserError(f"parameter {unallocated[0]} is on the meta device: allocate it before loading weights")

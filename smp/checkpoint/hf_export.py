@@ -24,7 +24,7 @@ from smp.faults.lock import locked
 from smp.json_input import read_object
 from smp.models.added import AddedParameter, added_parameters, left_out
 from smp.models.family import Family
-from smp.models.file_names import buffers_of
+from smp.models.file_names import buffers_of, parameters_of
 from smp.models.registry import family_of
 from smp.parallel.refusals import require_model
 from smp.parallel.sharding import reshard
@@ -306,7 +306,7 @@ def export_hf(
     if isinstance(model, nn.Module):
         reshard(model)  # a gathered parameter is in the dtype of the computation
         added, left = added_parameters(model), left_out(model)
-        everything = {**dict(model.named_parameters()), **dict(buffers_of(model))}
+        everything = {**parameters_of(model), **dict(buffers_of(model))}
         parameters: Mapping[str, torch.Tensor] = {n: tensor for n, tensor in everything.items() if n not in left}
         hf_config = model.config if hf_config is None else hf_config
     else:

@@ -16,7 +16,7 @@ from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.tagged_json import encode
 from smp.errors import UserError, a_type
 from smp.models.added import added_parameters, base_of, left_out
-from smp.models.file_names import buffers_of, clean_name
+from smp.models.file_names import buffers_of, clean_name, parameters_of
 from smp.parallel.sharding import reshard
 
 # What names of tensors of a job's data begin with.
@@ -118,7 +118,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     Raises:
         UserError: the optimizer has one that is not the model's.
     """
-    names: dict[torch.Tensor, str] = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters_of(model).items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
@@ -133,7 +133,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return what :func:`state_tensors` does, without the optimizer's."""
     reshard(model)
     left = left_out(model)
-    tensors = {f"model.{clean_name(n)}": p.detach() for n, p in model.named_parameters() if n not in left}
+    tensors = {f"model.{name}": p.detach() for name, p in parameters_of(model).items() if name not in left}
     return tensors | {f"model.{name}": buffer for name, buffer in buffers_of(model)} | tensors_of_data(model)
 
 

@@ -29,6 +29,11 @@ def clean_name(name: str) -> str:
     return name
 
 
+def parameters_of(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
+    """Return a model's parameters by its own names, also where ``torch.compile`` or recomputation wraps its blocks."""
+    return {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=remove_duplicate)}
+
+
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield those that a state dict would hold, by name; complex ones as real numbers, of which a last axis has two."""
     for prefix, module in model.named_modules():

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from smp.checkpoint import hf_export
 from smp.checkpoint.hf_export import MARKER, export_hf, refuse_foreign_files
-from smp.delayed_init import build_on_meta, materialize_
+from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import RunError, UserError
+from smp.models.init_rules import init_rules
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model, family_of
 from smp.pretrained import load_pretrained_
@@ -239,6 +240,22 @@ def test_two_ranks_export_what_they_loaded(tmp_path, shape):
     run_distributed(_export_sharded, str(tmp_path), shape, world_size=2)
     for case in CASES:
         assert_same_logits(tmp_path / "out" / case, reference_model(case))
+
+
+def test_blocks_that_torch_compile_returned_are_filled_and_exported_by_the_models_own_names(tmp_path):
+    reference = reference_model("llama_gqa")
+    reference.save_pretrained(tmp_path / "given")
+    drawn = []
+    for compiled in (False, True):
+        model = build_model(reference.config, attn_implementation="sdpa")
+        for layer, block in enumerate(model.model.layers if compiled else ()):
+            model.model.layers[layer] = torch.compile(block)
+        initialize_(model, init_rules(reference.config, seed=0), seed=0)
+        drawn.append([parameter.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *drawn))
+    load_pretrained_(model, tmp_path / "given", hf_config=reference.config)
+    export_hf(model, tmp_path / "out")
+    assert_same_logits(tmp_path / "out", reference)
 
 
 def test_an_export_can_be_finetuned(tmp_path):
