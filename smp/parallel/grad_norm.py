@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.parallel.linear import local_tensor
+from smp.parallel.sharding import fsdp_modules
 
 
 def _sharded_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -61,6 +63,21 @@ def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor
     return [found[index] for index in range(len(gradients))]
 
 
+def _require_reduced(model: nn.Module) -> None:
+    """Refuse gradients that no backward has reduced, which no norm and no update would have."""
+    for module in fsdp_modules(model):
+        group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
+        found = [] if group is None else [group._partial_reduce_output]
+        for each in group.fsdp_params if found else ():
+            found += [each.unsharded_accumulated_grad, getattr(getattr(each, "_unsharded_param", None), "grad", None)]
+        if any(gradient is not None for gradient in found):
+            raise UserError(
+                "clip_grad_norm_: gradients have accumulated that no backward has reduced: call "
+                "smp.set_gradient_sync(model, last=True, ...) before the last micro-batch of each step, also of one "
+                "with fewer micro-batches"
+            )
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Iterable[nn.Parameter] | nn.Module,
@@ -84,7 +101,7 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d tensor, the same on every rank. If it is not finite, nothing is scaled.
 
     Raises:
-        UserError: ``max_norm`` below 0, or ``norm_type`` not above 0.
+        UserError: ``max_norm`` below 0, ``norm_type`` not above 0, or a module's gradients are not reduced yet.
     """
     if not max_norm >= 0:
         raise UserError(f"clip_grad_norm_: max_norm is {max_norm}: give a number from 0")
@@ -93,6 +110,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise UserError(f"clip_grad_norm_: norm_type is {norm_type}: give a number above 0, or infinity")
     if isinstance(parameters, nn.Module):
+        _require_reduced(parameters)
         parameters = parameters.parameters()
     by_groups: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = defaultdict(list)
     device = None

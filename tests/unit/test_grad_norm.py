@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from smp.errors import UserError
 from smp.parallel.grad_norm import clip_grad_norm_
+from smp.parallel.sharding import set_gradient_sync
 from tests.distributed import run_distributed
 
 
@@ -93,3 +96,20 @@ def _check_any_order():
 
 def test_ranks_may_give_parameters_in_any_order():
     run_distributed(_check_any_order, world_size=4, timeout=60)
+
+
+def _unreduced(defer):
+    mesh = init_device_mesh("cpu", (1, 2) if defer else (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    for last in (False, True):
+        set_gradient_sync(model, last=last, defer=defer)
+        model(torch.ones(1, 4)).sum().backward()
+        if not last:
+            with pytest.raises(UserError, match="before the last micro-batch of each step"):
+                clip_grad_norm_(model, 1.0)
+    assert clip_grad_norm_(model, 0.0) > 0
+
+
+@pytest.mark.parametrize("defer", [True, False])
+def test_gradients_that_no_backward_has_reduced_are_refused(defer):
+    run_distributed(_unreduced, defer, world_size=2)
