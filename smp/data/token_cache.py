@@ -307,7 +307,8 @@ def _root(cache_dir: str | None) -> Path:
 
 
 def _place(cache_dir: str | None, name: str, key: list[Any]) -> Path:
-    return _root(cache_dir) / f"{name[:60]}-{digest_of(FORMAT, *key)}"
+    readable = name[:60].encode(errors="replace").decode()  # torch opens no name that is not UTF-8
+    return _root(cache_dir) / f"{readable}-{digest_of(FORMAT, *key)}"
 
 
 @contextlib.contextmanager

@@ -133,6 +133,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         make(tmp_path / "file" / "cache")
 
 
+def test_a_name_that_is_not_utf8_is_cached(tmp_path):
+    name = os.fsdecode(b"gr\xfc\xdfe.txt")
+    assert cached(str(tmp_path), name, ["k"], put, dtype="uint32").tokens.tolist() == [1, 2, 3, 4, 5, 6, 70000]
+
+
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("SMP_DEVICES_DIR", raising=False)
