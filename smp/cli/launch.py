@@ -368,7 +368,7 @@ def _local(options: argparse.Namespace) -> str:
         os.chdir(job.workdir)
         sys.stdout.flush()
         command = local_command(job)
-        os.execv(sys.executable, [sys.executable, *command[1:]])
+        os.execv(command[0], command)
     return local_script(job)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import sys
 from pathlib import Path
 
 from smp.launch.command_line import comment, quoted, quoted_lines
@@ -129,8 +130,8 @@ def _environment(job: Job, name: str, *, controlled: bool) -> str:
 
 
 def local_command(job: Job) -> list[str]:
-    """Return the command that runs a job of one node on this machine."""
-    launcher = ["python3", "-m", "smp.launch.local", "--nproc_per_node", str(job.processes)]
+    """Return the command that runs a job of one node on this machine, by this Python."""
+    launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", str(job.processes)]
     return [*launcher, *([] if job.gpus else ["--no_gpus"]), *job.program, *with_resume(job)]
 
 

@@ -318,7 +318,8 @@ def test_what_does_not_fit_is_refused_with_the_nodes_that_would_hold_it(closed):
 def test_the_local_command_is_printed():
     words = ["local", *CPU, "--workdir", ROOT, "--model", "llama_tiny"]
     status, out, _ = says(*words, "--", "--use_synthetic_data", "1", "--max_steps", "2")
-    assert status == 0 and "exec python3 -m smp.launch.local --nproc_per_node 2 --no_gpus -m smp.train" in out
+    start = f"exec {shlex.quote(sys.executable)} -m smp.launch.local --nproc_per_node 2 --no_gpus -m smp.train"
+    assert status == 0 and start in out  # where no environment is activated, python3 has no torch
     assert "--resume_from_checkpoint latest" in out
 
 
