@@ -138,7 +138,6 @@ class PendingWrite:
         self.temporary, self.manifest, self.seconds = temporary, manifest, 0.0
         self._snapshot, self._copy, self._check, self.rank = snapshot, copy, check, dist.get_rank()
         self._outcome: BaseException | None = RunError("the thread that wrote it has died")
-        self._versions = [piece.tensor._version for piece in snapshot.pieces]
         self._copied = threading.Event()  # on a GPU: the copy has been asked for, and `_event` is set
         self._device = device
         self._event: Any = None
@@ -175,13 +174,6 @@ class PendingWrite:
         if self._device is not None:
             done = torch.cuda.Event(blocking=True)  # the thread sleeps
             self._event = torch.cuda.current_stream(self._device).record_event(done)
-        # One that was in host memory already shares its version with the others there.
-        pairs = zip(self._snapshot.pieces, copied.pieces, self._versions, strict=True)
-        if any(old.tensor is not new.tensor and old.tensor._version != version for old, new, version in pairs):
-            raise RunError(
-                "parameters were changed while they were copied, by something else than the optimizer's step, such as "
-                "averaged weights: save with wait=True, or change them after finish()"
-            )
         self._copied.set()
         if self._event is not None:
             self._event.synchronize()

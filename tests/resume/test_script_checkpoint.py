@@ -327,31 +327,6 @@ def test_a_write_in_the_background_is_of_its_moment(tmp_path):
     run_distributed(_torn, str(tmp_path), world_size=1)
 
 
-def _changed_meanwhile(folder: str) -> None:
-    model, go = nn.Linear(2, 2), threading.Event()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
-    class Late(background.HostCopies):
-        def __call__(self, pieces):
-            go.wait(HANG_SECONDS)
-            return super().__call__(pieces)
-
-    checkpoints = Checkpointer(folder, model, optimizer, copies=Late())
-    checkpoints.save(1, wait=False)
-    with torch.no_grad():
-        model.weight.zero_()
-    go.set()
-    with pytest.raises(RunError, match="parameters were changed while they were copied"):
-        checkpoints.finish()
-    assert checkpoints.load() is None
-    checkpoints.save(2)
-    assert checkpoints.load().step == 2
-
-
-def test_parameters_that_a_script_changes_while_they_are_copied_are_not_published(tmp_path):
-    run_distributed(_changed_meanwhile, str(tmp_path), world_size=1)
-
-
 def _names_of_wrappers(folder: str) -> None:
     plain, wrapped = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, nn.Linear))
