@@ -146,8 +146,8 @@ class Checkpointer:
             step: updates done; in the checkpoint's name.
             extra: what else the script needs to resume: a scheduler's ``state_dict()``, a position in the data. None,
                 bools, numbers, texts, and lists, tuples, dicts and counters of them; rank 0's is saved.
-            wait: False writes while training continues; the checkpoint is published by the next ``save``, by
-                :meth:`finish`, or when the script ends.
+            wait: False writes a copy, made before this returns, while training continues; the checkpoint is published
+                by the next ``save``, by :meth:`finish`, or when the script ends.
 
         Returns:
             Where it is, or will be.
@@ -171,6 +171,7 @@ class Checkpointer:
         if self.storage.mirror is not None and not self.storage.mirror.opened:
             self.storage.mirror.open()
         path = self.write(manifest, wait=wait, verify=self._verify)
+        self._wait_for_copy()  # not for the next update alone: averaged weights may be swapped in before
         if not wait or self.storage.mirror is not None:
             finish_at_exit(self)
         return path

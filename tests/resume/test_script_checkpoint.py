@@ -302,7 +302,7 @@ def _torn(folder: str) -> None:
     model.net(torch.randn(6, 5)).sum().backward()
     model.other.grad = torch.ones(3)
     before = whole(model)
-    checkpoints.save(1, wait=False)
+    checkpoints.write(checkpoints._manifest(1, None), wait=False, verify=False)  # as the training job does
     other.step()  # waits for nobody
     model.net(torch.randn(6, 5))  # changes buffers
     model.seen = 8
@@ -325,6 +325,28 @@ def _torn(folder: str) -> None:
 
 def test_a_write_in_the_background_is_of_its_moment(tmp_path):
     run_distributed(_torn, str(tmp_path), world_size=1)
+
+
+def _changed_at_once(folder: str) -> None:
+    class Late(background.HostCopies):
+        def __call__(self, pieces):
+            changed.wait(1.0)  # as long as a script that need not wait takes to change them
+            return super().__call__(pieces)
+
+    model, changed = nn.Linear(2, 2), threading.Event()
+    before = model.weight.detach().clone()
+    checkpoints = Checkpointer(folder, model, torch.optim.SGD(model.parameters(), lr=1.0), copies=Late())
+    checkpoints.save(1, wait=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    changed.set()
+    checkpoints.finish()
+    checkpoints.load()
+    assert torch.equal(model.weight, before)
+
+
+def test_what_a_script_changes_after_saving_is_not_in_the_checkpoint(tmp_path):
+    run_distributed(_changed_at_once, str(tmp_path), world_size=1)
 
 
 def _names_of_wrappers(folder: str) -> None:
