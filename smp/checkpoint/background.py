@@ -146,7 +146,7 @@ class PendingWrite:
     def run(self) -> None:
         """Write; what fails is kept in :attr:`failure`."""
         begun = time.perf_counter()
-        self._outcome = attempt(self._write, self.temporary.parent, self._snapshot.nbytes)
+        self._outcome = attempt(self._write, (self.temporary.parent, self._snapshot.nbytes))
         self.seconds = time.perf_counter() - begun
 
     def start(self) -> None:

@@ -102,12 +102,12 @@ class Upload:
 
     def _run(self) -> None:
         begun = time.perf_counter()
-        self.failure = attempt(self._upload, self.path, 0)
+        self.failure = attempt(self._upload)
         if self.failure is None and self._mirror.leads:
             if self.moved:  # else it was there already
                 seconds = time.perf_counter() - begun
                 logger.info("Uploaded %s (%.1f s).", self._mirror.store.at(self.path.name), seconds)
-            if (failure := attempt(self._prune, self.path, 0)) is not None:  # the next upload tries again
+            if (failure := attempt(self._prune)) is not None:  # the next upload tries again
                 logger.warning("Old checkpoints in %s could not be deleted: %s", self._mirror.store, reason(failure))
         elif self.failure is not None and not self.gave_up:
             logger.warning(
@@ -260,7 +260,7 @@ class Mirror:
         failure, self.rank, self.size = None, dist.get_rank(), dist.get_world_size()
         if self.leads:
             self._id = uuid.uuid4().hex
-            failure = attempt(self._take, Path(), 0)
+            failure = attempt(self._take)
         said: list[Any] = [self._id, None if failure is None else reason(failure)]
         dist.broadcast_object_list(said)
         self._id = said[0]

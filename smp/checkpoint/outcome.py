@@ -32,13 +32,18 @@ def agree(failure: BaseException | None, what: str) -> None:
             raise RunError(f"{what}: rank {rank}: {text}") from failure
 
 
-def attempt(action: Callable[[], object], directory: Path, nbytes: int) -> BaseException | None:
-    """Run ``action`` and return what it raises, with what is needed and what is free if the disk is full."""
+def attempt(action: Callable[[], object], needs: tuple[Path, int] | None = None) -> BaseException | None:
+    """Run ``action`` and return what it raises.
+
+    Args:
+        needs: a directory, and the bytes to be written there, which are said beside what is free if the disk is full.
+    """
     try:
         action()
     except Exception as error:
-        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or not nbytes:
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or needs is None:
             return error
+        directory, nbytes = needs
         if no_inodes(directory):
             return RunError(f"{reason(error)}: the file system of {directory} has no inodes left (df -i): delete files")
         free = readable(disk_free(directory))

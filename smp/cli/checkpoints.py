@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 from smp.checkpoint.layout import quick_problems, step_of
 from smp.checkpoint.manifest import (
@@ -24,39 +23,15 @@ from smp.cli.find import DEPTHS, checkpoints_at, existing_directory, interrupted
 from smp.errors import UserError
 
 
-class GivenCheckpoint(Protocol):
-    """A checkpoint, valid or not."""
-
-    @property
-    def path(self) -> Path | str:
-        """Its directory or its URL."""
-
-    @property
-    def name(self) -> str:
-        """Name that it is shown by."""
-
-    def manifest(self) -> Manifest:
-        """Read the manifest; raises UserError and DamagedCheckpointError as of :func:`read_manifest`."""
-
-    def quick_problems(self, manifest: Manifest) -> list[str]:
-        """Return what names and sizes show."""
-
-    def problems_of(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
-        """Return what is wrong with the content of files."""
-
-    def reader(self, manifest: Manifest) -> CheckpointReader:
-        """Return a reader of its tensors."""
-
-
 @dataclasses.dataclass(frozen=True)
 class LocalCheckpoint:
-    """A checkpoint in a directory."""
+    """A checkpoint in a directory, valid or not; ``name`` is shown."""
 
     path: Path
     name: str
 
     def manifest(self) -> Manifest:
-        """Read the manifest."""
+        """Read the manifest; raises as :func:`read_manifest`."""
         return read_manifest(self.path)
 
     def quick_problems(self, manifest: Manifest) -> list[str]:
@@ -74,7 +49,7 @@ class LocalCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class UrlCheckpoint:
-    """A checkpoint below a URL; ``sizes`` are those of its objects."""
+    """A checkpoint below a URL, valid or not; ``name`` is shown, ``sizes`` are those of its objects."""
 
     store: ObjectStore
     folder: str
@@ -106,6 +81,9 @@ class UrlCheckpoint:
     def reader(self, manifest: Manifest) -> CheckpointReader:
         """Return a reader of its tensors, by ranges."""
         return CheckpointReader(self.path, manifest, RemoteFiles(self.store, self.folder, self.sizes))
+
+
+GivenCheckpoint = LocalCheckpoint | UrlCheckpoint
 
 
 @dataclasses.dataclass(frozen=True)

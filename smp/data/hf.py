@@ -62,7 +62,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def read_tables(file: DataFile, columns: tuple[str, ...]) -> Iterator[tuple[tuple[int, Any], int]]:
+def read_tables(columns: tuple[str, ...], file: DataFile) -> Iterator[tuple[tuple[int, Any], int]]:
     """Yield a file as tables: (number of rows before it, table), and the bytes of the tables so far.
 
     Args:

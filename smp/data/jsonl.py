@@ -19,7 +19,7 @@ BOM = b"\xef\xbb\xbf"
 MAX_LINE = 64 << 20
 
 
-def read_lines(file: DataFile, _columns: tuple[str, ...] = ()) -> Iterator[tuple[tuple[int, bytes], int]]:
+def read_lines(_columns: tuple[str, ...], file: DataFile) -> Iterator[tuple[tuple[int, bytes], int]]:
     """Yield a file in blocks of complete lines: (number of the first line, lines), and the file's bytes read so far.
 
     Raises:

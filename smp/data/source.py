@@ -13,9 +13,9 @@ from typing import Any
 from smp.data.hf import TABLES, named_files, open_mapped, saved_files
 from smp.data.jsonl import LINES
 from smp.data.packing import PackedRows, WindowRows
-from smp.data.rows import COLUMNS, Reader, Texts, open_ids, refuse_unread
+from smp.data.rows import COLUMNS, Reader, open_ids, refuse_unread, texts_format
 from smp.data.storage import ARROW, CSV, GLOB_CHARACTERS, JSONL, PARQUET, TEXT, DataFile, list_files
-from smp.data.text import TextFiles, TextTokenizer, open_text
+from smp.data.text import TextTokenizer, open_text, text_files_format
 from smp.errors import UserError
 
 KINDS = {"JSON lines": JSONL, "text": TEXT, "parquet": PARQUET, "Arrow": ARROW, "CSV": CSV}
@@ -161,14 +161,15 @@ def open_rows(
         )
     if separator and not separator.strip():
         raise UserError(f"--text_document_separator {separator!r} is of white space alone: '' is a blank line")
-    words = tokenizer()
+    words, separator = tokenizer(), separator and separator.strip()
     words.require_below(vocab_size)
-    form = (
-        TextFiles(words, separator and separator.strip())
-        if found.kind == "text"
-        else Texts(found.reader, words, text_key)
+    if found.kind == "text":
+        form = text_files_format(words, separator)
+    else:
+        form = texts_format(found.reader, words, text_key)
+    return open_text(
+        files, form, words, sequence_length=sequence_length, cache_dir=cache_dir, what=what, separator=separator
     )
-    return open_text(files, form, sequence_length=sequence_length, cache_dir=cache_dir, what=what)
 
 
 def _is_text(found: Found, text_key: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import functools
 import hashlib
 import io
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smp.data.convert import Rows, joined, token_files
+from smp.data.convert import Format, Rows, joined, token_files
 from smp.data.packing import PackedRows
 from smp.data.storage import DataFile, open_file
 from smp.data.token_cache import digest_of, token_dtype
@@ -290,66 +289,67 @@ def tokenized_texts(texts: Iterable[tuple[str, str]], tokenizer: TextTokenizer) 
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class TextFiles:
-    """Format of text files: a file is a document, or ``separator`` lines separate several."""
+def text_files_format(tokenizer: TextTokenizer, separator: str | None) -> Format:
+    """Return the format of text files: a file is a document, or ``separator`` lines separate several."""
+    return Format(
+        name="text",
+        key=[TEXT_CONVERSION, tokenizer.digest, separator],
+        dtype=token_dtype(tokenizer.vocab_size),
+        content="text",
+        chunks=functools.partial(_batches_of, separator),
+        convert=functools.partial(_rows_of_parts, tokenizer),
+    )
 
-    tokenizer: TextTokenizer
-    separator: str | None
-    name = "text"
-    content = "text"
 
-    @property
-    def key(self) -> list[Any]:
-        """Return what the tokens depend on besides the file."""
-        return [TEXT_CONVERSION, self.tokenizer.digest, self.separator]
+def _batches_of(separator: str | None, file: DataFile) -> Iterator[tuple[list[Part], int]]:
+    return batches(read_text(file, separator))
 
-    @property
-    def dtype(self) -> str:
-        """Return the number format of the ids."""
-        return token_dtype(self.tokenizer.vocab_size)
 
-    def chunks(self, file: DataFile) -> Iterator[tuple[list[Part], int]]:
-        """Yield parts of documents."""
-        return batches(read_text(file, self.separator))
+def _rows_of_parts(tokenizer: TextTokenizer, file: DataFile, chunk: list[Part]) -> list[Rows]:
+    found = tokenized(chunk, tokenizer)
+    if (token := tokenizer.beyond(found)) is not None:
+        raise UserError(tokenizer.refusal(_line_with(tokenizer, file, token), token))
+    return found
 
-    def convert(self, file: DataFile, chunk: list[Part]) -> list[Rows]:
-        """Return the tokens of parts."""
-        found = tokenized(chunk, self.tokenizer)
-        if (token := self.tokenizer.beyond(found)) is not None:
-            raise UserError(self.tokenizer.refusal(self._line_with(file, token), token))
-        return found
 
-    def _line_with(self, file: DataFile, token: int) -> str:
-        """Return the file, with the first line whose text has the token."""
-        word = self.tokenizer.text([token]).strip().encode()
-        with open_file(file) as (content, _):
-            number = 1
-            for raw in iter(functools.partial(content.readline, PART), b""):
-                if word in raw and token in self.tokenizer([raw.decode(errors="replace")])[0]:
-                    return f"{file.url}, line {number}"
-                number += raw.endswith(b"\n")
-        return file.url
+def _line_with(tokenizer: TextTokenizer, file: DataFile, token: int) -> str:
+    """Return the file, with the first line whose text has the token."""
+    word = tokenizer.text([token]).strip().encode()
+    with open_file(file) as (content, _):
+        number = 1
+        for raw in iter(functools.partial(content.readline, PART), b""):
+            if word in raw and token in tokenizer([raw.decode(errors="replace")])[0]:
+                return f"{file.url}, line {number}"
+            number += raw.endswith(b"\n")
+    return file.url
 
 
 def open_text(
-    files: list[DataFile], form: Any, *, sequence_length: int, cache_dir: str | None, what: str = "data"
+    files: list[DataFile],
+    form: Format,
+    tokenizer: TextTokenizer,
+    *,
+    sequence_length: int,
+    cache_dir: str | None,
+    what: str = "data",
+    separator: str | None = None,
 ) -> PackedRows:
     """Tokenise files, unless they are cached, and pack all documents, in the order given.
 
     Args:
         files: all of one kind.
-        form: their format, with a tokenizer.
+        form: their format.
+        tokenizer: the format's.
+        separator: of text files.
 
     Raises:
         UserError: a file is unreadable, not UTF-8, without text, or has an id that is outside the model's vocabulary.
     """
-    tokenizer = form.tokenizer
     if tokenizer.prefix:
         log.info("%s: each document begins with %s", what, tokenizer.text(tokenizer.prefix))
     stores = token_files(files, form, what=what, cache_dir=cache_dir)
-    if getattr(form, "separator", None) is not None and all(len(store.offsets) == 2 for store in stores):
-        log.warning("%s: --text_document_separator %r separates nothing: each file is a document", what, form.separator)
+    if separator is not None and all(len(store.offsets) == 2 for store in stores):
+        log.warning("%s: --text_document_separator %r separates nothing: each file is a document", what, separator)
     for file, store in zip(files, stores, strict=True):
         if store.highest >= tokenizer.limit:  # converted for a model with a larger vocabulary
             for chunk, _ in form.chunks(file):

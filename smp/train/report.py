@@ -160,7 +160,7 @@ def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float |
         degrees=job.mesh.degrees,
         model=model_entry(job.model.name, job.model.hf_config),
         run={
-            "progress": state.state_dict(),
+            "progress": dataclasses.asdict(state),
             "config": job.config.flat(),
             "data": job.train_data.fingerprint,
             "global_batch_size": start.global_batch_size,
