@@ -113,7 +113,6 @@ class PendingWrite:
     """This rank's part of a checkpoint that is being written.
 
     Args:
-        temporary: the checkpoint's temporary directory.
         manifest: all but files and tensors.
         snapshot: of the tensors themselves, which must not change before :meth:`wait_for_copy` returns.
         copy: brings them to the CPU.

@@ -82,7 +82,6 @@ class Checkpointer:
 
     Attributes:
         name: of the model, in the names of checkpoints.
-        writing: the write under way in the background.
         step: last loaded or saved.
 
     Raises:

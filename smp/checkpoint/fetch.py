@@ -154,7 +154,6 @@ def locate(
     Args:
         wanted: ``latest``, which here is the newest that is newer than every valid one in the directories; a URL; or
             something else, which is returned.
-        damaged: checkpoints that have been found damaged.
 
     Returns:
         What is at its URL, or ``wanted``.

@@ -115,7 +115,6 @@ def choose_checkpoint(
 
     Args:
         wanted: None, ``latest`` (the newest in any of ``directories`` that is not damaged), or a path.
-        damaged: checkpoints that have been found damaged already.
         others: flags that say where ``directories`` are.
 
     Raises:
@@ -217,7 +216,6 @@ def refuse_foreign(directories: list[Path], *, run_dir: Path) -> None:
     """Refuse to start anew where checkpoints lie, of whatever model.
 
     Args:
-        directories: of the run's checkpoints.
         run_dir: that of ``--output_dir``.
 
     Raises:

@@ -60,8 +60,6 @@ def reader_of(
 
     Args:
         model: real or on the meta device.
-        weights: pretrained ones.
-        dtype: of what is read.
         quantised: names of weights that were stored in 4 bits.
         others: reads what the files do not have, the factors.
 
@@ -87,8 +85,6 @@ def merging(model: nn.Module, factors: Container[str], scale: float, read: Read)
 
     Args:
         model: has the layers, on any device.
-        factors: names of the adapters' tensors.
-        scale: of their product.
         read: returns all of a weight or factor by name.
     """
 

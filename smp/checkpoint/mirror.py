@@ -217,10 +217,6 @@ class Mirror:
 
     While one is uploaded, the newest that has been published since waits, and older ones that wait are left out.
 
-    Args:
-        store: the URL.
-        model_name: in the names of the checkpoints.
-
     Attributes:
         writer: name of the object that says who writes there.
         rated: what retention knows of the checkpoints there.

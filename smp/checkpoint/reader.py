@@ -64,8 +64,6 @@ class CheckpointReader:
     """Reads from a checkpoint whose files have been checked (:func:`smp.checkpoint.manifest.problems_of_files`).
 
     Args:
-        path: its directory, or its URL.
-        manifest: its manifest.
         files: None: those of the directory.
 
     Attributes:

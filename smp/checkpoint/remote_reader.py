@@ -32,9 +32,7 @@ class RemoteFiles:
     """Files of one folder, for :class:`smp.checkpoint.reader.CheckpointReader`.
 
     Args:
-        store: where they are.
         folder: of the checkpoint; empty: ``store`` is it.
-        sizes: bytes of each.
     """
 
     def __init__(self, store: ObjectStore, folder: str, sizes: dict[str, int]):
@@ -58,8 +56,6 @@ class RemoteFiles:
         """Say what is wrong with the content of a file, reading it once; None if nothing is.
 
         Args:
-            name: of the file.
-            entry: what the manifest says of it.
             expected: tensors of its header, as of :func:`smp.checkpoint.manifest.expected_headers`.
         """
         source, problem = OnePass(self._store.pieces(self._folder + name, 0, entry.size), entry), None
@@ -79,10 +75,6 @@ class OnePass:
     """A file of a checkpoint below a URL, read once from its beginning to its end, and hashed as it comes.
 
     For :class:`smp.checkpoint.reader.CheckpointReader`, which reads its tensors in their order.
-
-    Args:
-        parts: its bytes.
-        entry: what the manifest says of it.
     """
 
     def __init__(self, parts: Iterator[bytes], entry: FileEntry):

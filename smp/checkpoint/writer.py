@@ -63,7 +63,6 @@ def write_part(
     """Write this rank's tensors and the list of them.
 
     Args:
-        directory: the checkpoint's temporary one.
         pieces: on the CPU.
         shapes: of the full tensors, of at least those in ``pieces``.
         check: read the tensors back, from the disk where the system allows that.

@@ -68,12 +68,8 @@ def open_conversations(
     """Encode conversations, unless they are cached, and pack them.
 
     Args:
-        found: the files.
         words: the tokenizer; its ``limit`` is the model's vocabulary.
-        config: the settings.
-        sequence_length: tokens of a row.
         validation: whether the part to validate on is wanted.
-        what: the source, for the log.
         pairs: they are pairs of answers.
 
     Raises:

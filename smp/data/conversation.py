@@ -298,8 +298,6 @@ def chat_of(tokenizer: Any, folder: str, *, template: str | None, train_on: Trai
     """Return the chat of a tokenizer.
 
     Args:
-        tokenizer: of transformers.
-        folder: it comes from, for messages.
         template: path of a file, or None for the tokenizer's own.
 
     Raises:

@@ -71,8 +71,6 @@ def token_files(files: list[DataFile], form: Format, *, what: str, cache_dir: st
 
     Args:
         files: in the order of the data.
-        form: of all of them.
-        what: the source, for progress.
         cache_dir: see :func:`smp.data.token_cache.cached`.
 
     Raises:
@@ -155,12 +153,7 @@ class Conversion:
 
 
 class Workers:
-    """Worker processes, which end with the ``with`` block, whatever ends it, and with this process.
-
-    Args:
-        conversion: the work.
-        processes: their number.
-    """
+    """Worker processes, which end with the ``with`` block, whatever ends it, and with this process."""
 
     def __init__(self, conversion: Conversion, processes: int):
         context = worker_context(__name__)

@@ -279,11 +279,6 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
     Every rank may call it at once; what has to be converted is converted by one process per cache folder. Validation
     data is read in its own order, by the training process.
 
-    Args:
-        config: the settings.
-        split: which data.
-        batch: shape of batches, and this rank's part.
-
     Raises:
         UserError: the data is missing, empty, malformed or does not fit the model; with file and line.
     """

@@ -45,9 +45,6 @@ def _refuse_long(file: DataFile, number: int, block: bytes) -> None:
 def objects_of(file: DataFile, chunk: tuple[int, bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of lines, each with its file and line for messages, without blank lines.
 
-    Args:
-        chunk: of :func:`read_lines`.
-
     Raises:
         UserError: a line is not JSON, not UTF-8 or not an object.
     """

@@ -131,12 +131,10 @@ def open_rows(
     """Open the rows of files, converting first what is neither cached nor mapped.
 
     Args:
-        found: the files.
         sequence_length: most tokens per row.
         vocab_size: ids must be below it.
         tokenizer: called where the data is text.
         cache_dir: see :func:`smp.data.token_cache.cached`.
-        what: the source, for progress.
         separator: line between documents of a text file.
         text_key: key or column of a document.
 

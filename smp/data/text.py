@@ -172,7 +172,6 @@ def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> 
     Args:
         lines: the file's lines with their ends; a long one may come in several parts.
         separator: a line that separates documents (without surrounding blanks), or None.
-        name: for messages.
 
     Yields:
         (text, ends): at most ``3 * PART`` characters, and whether its document ends there.
@@ -338,9 +337,7 @@ def open_text(
 
     Args:
         files: all of one kind.
-        form: their format.
         tokenizer: the format's.
-        separator: of text files.
 
     Raises:
         UserError: a file is unreadable, not UTF-8, without text, or has an id that is outside the model's vocabulary.

@@ -31,10 +31,6 @@ class Guard:
     """Entered before anything is built; :meth:`connected` follows when there is a process group.
 
     Args:
-        config: the settings.
-        launch: rank and world size.
-        device: of this rank.
-        run_dir: for logs.
         timeout: seconds to wait for other ranks.
     """
 

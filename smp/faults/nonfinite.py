@@ -46,7 +46,6 @@ class NonFinite:
     """Policy for a step whose update would not be finite: end the run, or leave the update out.
 
     Args:
-        config: stop or skip.
         run_dir: where ``nonfinite.jsonl`` is kept, by rank 0.
     """
 
@@ -64,7 +63,6 @@ class NonFinite:
             skipped: updates left out so far, with this one.
             loss: sum of the token losses of this rank.
             grad_norm: the global one.
-            lr: of the step.
             sample_ids: stream positions that this rank has read in the step.
             parameters: see :func:`nonfinite_gradients`.
 

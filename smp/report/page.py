@@ -28,7 +28,6 @@ def render(run: RunFiles, *, now: datetime.datetime) -> str:
     """Return the page of a run, one HTML document that needs nothing else.
 
     Args:
-        run: its files.
         now: the time that the page gives as its own.
     """
     kind, word, sentence = summary.state(run)

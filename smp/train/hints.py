@@ -31,9 +31,6 @@ def next_commands(started: str, launch: Launch, found: Results, *, max_steps: in
 
     Args:
         started: what ``smp.environment.starter`` returns.
-        launch: ranks and world size.
-        found: what there is to look at.
-        max_steps: to train on to.
         resumes: whether the same settings resume this run anyway.
     """
     given = sys.argv[1:]

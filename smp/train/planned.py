@@ -158,7 +158,6 @@ class Planned:
     """A run's plan, and what is measured beside it; without a plan every method does nothing.
 
     Args:
-        job: of the run.
         first: updates done before this start.
         predicted: what :func:`predict` has returned.
     """

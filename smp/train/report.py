@@ -259,7 +259,6 @@ def profile_step(
 
     Args:
         step: updates done.
-        record: the memory tracker's.
 
     Yields:
         The function that the step calls with each phase that has ended; ``record`` where nothing is asked for.

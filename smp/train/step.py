@@ -109,7 +109,6 @@ def train_step(
     The device leaves the update out where the gradients are not finite, or no token of the batch is valid.
 
     Args:
-        model: the prepared model.
         optimizer: a fused AdamW.
         batch: this data rank's micro-batches.
         setup: the model's, on a joined mesh.

@@ -82,9 +82,6 @@ class Trackers:
 
     Args:
         names: as in ``accelerate.tracking``; none makes an object that does nothing.
-        project: to which the run belongs.
-        run_name: of the run in its project.
-        config: every setting by name.
         run_dir: for a tracker that asks for a folder.
     """
 
