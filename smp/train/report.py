@@ -22,7 +22,6 @@ from smp.checkpoint.layout import LATEST, checkpoint_name
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
 from smp.data.text import TextTokenizer, contradiction
-from smp.environment import starter
 from smp.errors import UserError
 from smp.log import FILE_ONLY, configure_logging, get_logger
 from smp.memory.advice import advice_text
@@ -241,7 +240,7 @@ def log_next_commands(job: CheckedJob, start: Start, step: int, final: Path | No
         checkpoint=checkpoint if saved.exists() and not job.config.checkpoint.is_local else None,
     )
     resumes = job.config.checkpoint.resume_from_checkpoint == LATEST
-    for line in next_commands(starter(), job.launch, found, max_steps=2 * step, resumes=resumes):
+    for line in next_commands(job.launch, found, max_steps=2 * step, resumes=resumes):
         logger.info("  %s", line)
 
 
