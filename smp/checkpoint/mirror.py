@@ -328,12 +328,12 @@ class Mirror:
         self._failed = (upload, failures[0]) if failures else None
         return True
 
-    def settle(self, path: Path, progress: Callable[[], None] = lambda: None) -> None:
+    def settle(self, path: Path) -> None:
         """Wait while the files of ``path`` are being uploaded, which are about to be replaced."""
         if self._next is not None and self._next.path == path:
             self._next = None
         while self._current is not None and self._current.path == path:
-            self._wait(progress)
+            self._wait(lambda: None)
 
     def finish(self, progress: Callable[[], None] = lambda: None) -> None:
         """Wait for all uploads; what failed is tried once more.

@@ -27,18 +27,9 @@ NO_VOCABULARY = 1 << 62  # is large enough
 
 
 def import_datasets() -> Any:
-    """Import ``datasets``, which JSON lines, text and token files do not need.
+    """Import ``datasets``, which JSON lines, text and token files do not need, and have it keep quiet."""
+    import datasets
 
-    Raises:
-        UserError: it is not installed.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"saved datasets, parquet, Arrow and CSV files need the package datasets ({error}): run "
-            f"`pip install datasets`, or give JSON lines"
-        ) from error
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a request to the hub for each local file
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs errors that it raises, too
     return datasets
