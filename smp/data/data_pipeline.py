@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 from smp.data.chat import open_conversations
 from smp.data.config import DataConfig, Split
 from smp.data.convert import end_with_parent, worker_context
-from smp.data.hf import SPLIT_NAMES
+from smp.data.hf import SPLIT_NAMES, named_files
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
 from smp.data.sampler import PADDING, samples_at, step_positions
 from smp.data.samples import PackedSamples
-from smp.data.source import find_data, find_named, open_rows
+from smp.data.source import Found, find_data, open_rows
 from smp.data.synthetic import SyntheticRows
 from smp.data.text import TextTokenizer
 from smp.errors import RunError, UserError
@@ -351,7 +351,7 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
         wanted = (chosen,) if chosen and (of_training or config.evaluate_only) else SPLIT_NAMES[part]
         # Validation reads another split than the one that is trained on.
         wanted = wanted if wanted == (chosen,) else tuple(each for each in wanted if each != chosen)
-        found = find_named(named, config.dataset_config_name, wanted)
+        found = Found(named, "Arrow", named_files(named, config.dataset_config_name, wanted), saved=True)
     elif path is not None:
         try:
             found = find_data([path], part, dataset_type=config.dataset_type, zipped=config.zipped_data)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from smp.data.hf import TABLES, named_files, open_mapped, saved_files
+from smp.data.hf import TABLES, open_mapped, saved_files
 from smp.data.jsonl import LINES
 from smp.data.packing import PackedRows, WindowRows
 from smp.data.rows import COLUMNS, Reader, open_ids, refuse_unread, texts_format
@@ -55,11 +55,6 @@ class Found:
         """
         for file in self.files:
             yield from self.reader.read(file, columns)
-
-
-def find_named(name: str, config: str | None, splits: tuple[str, ...]) -> Found:
-    """Find the files of a dataset by name; see :func:`smp.data.hf.named_files`."""
-    return Found(name, "Arrow", named_files(name, config, splits), saved=True)
 
 
 def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", zipped: bool | None = None) -> Found:

@@ -17,7 +17,7 @@ from smp.data.convert import Format, Rows, joined, token_files
 from smp.data.packing import PackedRows
 from smp.data.storage import DataFile, open_file
 from smp.data.token_cache import digest_of, token_dtype
-from smp.errors import UserError, hub_advice
+from smp.errors import UserError, first_line, hub_advice
 
 MAX_TOKENIZER = 1 << 30  # bytes of a tokenizer's files, which are read whole
 PART = 256_000  # characters that are tokenised at once; longer documents are split at a line end
@@ -58,8 +58,7 @@ class TextTokenizer:
             tokenizer = AutoTokenizer.from_pretrained(str(root), trust_remote_code=False, local_files_only=True)
             was_cutting, self.prefix = _keep_documents_whole(tokenizer), prefix_of(tokenizer)
         except Exception as error:  # of any type, for malformed files
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
+            raise UserError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
         if tokenizer.eos_token_id is None:
             raise UserError(f"the tokenizer in {folder} has no eos_token, which separates documents: set one in it")
         self._tokenizer, self.folder, self.eos_token_id = tokenizer, folder, int(tokenizer.eos_token_id)
