@@ -24,6 +24,7 @@ PART = 256_000  # characters that are tokenised at once; longer documents are sp
 BATCH = 1_000_000  # characters that are tokenised at once: their encodings take some hundred times as many bytes
 MOST_DOCUMENTS = 20_000  # in a batch: each costs memory beyond its characters
 TEXT_CONVERSION = 2  # raised by a change that gives a text other tokens, so that no cache is used again
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece")
 log = logging.getLogger("smp.data")
 
 
@@ -41,7 +42,7 @@ class TextTokenizer:
 
     def __init__(self, folder: str):
         root = Path(folder).expanduser()
-        files = sorted(each for each in root.glob("*") if each.is_file() and _belongs_to_tokenizer(each.name))
+        files = sorted(each for each in root.glob("*") if each.is_file() and each.name.startswith(_TOKENIZER_FILES))
         if not files:
             raise UserError(
                 f"no tokenizer in {folder}: --tokenizer_name_or_dir must be a local directory with tokenizer.json"
@@ -157,12 +158,6 @@ def _keep_documents_whole(tokenizer: Any) -> bool:
     backend.no_truncation()
     backend.no_padding()
     return True
-
-
-def _belongs_to_tokenizer(name: str) -> bool:
-    return name.startswith(
-        ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece")
-    )
 
 
 def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> Iterator[tuple[str, bool]]:

@@ -35,7 +35,7 @@ from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.checked_job import CheckedJob, batch_of_flags, changes_of, sizes
 from smp.train.curves import write_curves
 from smp.train.flops import model_flops_per_token
-from smp.train.hints import Results, next_commands, short, shown
+from smp.train.hints import next_commands, short, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.state import Start, TrainState
 from smp.train.writers import Trackers
@@ -233,14 +233,16 @@ def log_next_commands(job: CheckedJob, start: Start, step: int, final: Path | No
     saved = job.checkpoint_dirs[0] / checkpoint_name(job.model.name, step)
     latest = saved.with_name(LATEST)  # which may be a copy of an earlier one
     checkpoint = latest if latest.resolve() == saved.resolve() else saved
-    found = Results(
+    lines = next_commands(
+        job.launch,
         curves=None if failure else job.run_dir / "curves.png",
         tensorboard=job.config.logging.tensorboard_folders(job.run_dir),
         final=final,
         checkpoint=checkpoint if saved.exists() and not job.config.checkpoint.is_local else None,
+        max_steps=2 * step,
+        resumes=job.config.checkpoint.resume_from_checkpoint == LATEST,
     )
-    resumes = job.config.checkpoint.resume_from_checkpoint == LATEST
-    for line in next_commands(job.launch, found, max_steps=2 * step, resumes=resumes):
+    for line in lines:
         logger.info("  %s", line)
 
 

@@ -98,7 +98,8 @@ def agree_on_start(job: CheckedJob, enter: Callable[[str], None], damaged: Damag
     else:
         wanted = locate_wanted(job, enter, damaged)
         chosen = together(functools.partial(choose_start, job, damaged, wanted))
-        asking_together(functools.partial(_refuse_remote, job, chosen, latest=latest))
+        own = _is_own(job, chosen)
+        asking_together(lambda: refuse_remote(job.storages, job.model.name, chosen, own=own, latest=latest))
     start = together(functools.partial(resolve, job, chosen))
     require_agreement(job, start)
     return start
@@ -144,10 +145,6 @@ def _common_start(job: CheckedJob, damaged: Damaged) -> Path | None:
         for directory in job.checkpoint_dirs:  # of a run that ended in its first save
             set_aside(directory, job.model.name, after=0)
     return chosen
-
-
-def _refuse_remote(job: CheckedJob, chosen: Path | RemoteCheckpoint | None, *, latest: bool) -> None:
-    refuse_remote(job.storages, job.model.name, chosen, own=_is_own(job, chosen), latest=latest)
 
 
 def _is_own(job: CheckedJob, chosen: Path | RemoteCheckpoint | None) -> bool:

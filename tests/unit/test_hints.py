@@ -9,15 +9,19 @@ import smp.train
 from smp.checkpoint.config import CheckpointConfig
 from smp.environment import Launch
 from smp.train import report
-from smp.train.hints import Results, next_commands, short, without
+from smp.train.hints import next_commands, short, without
+
+
+def results(curves=None, tensorboard=(), final=None, checkpoint=None):
+    return {"curves": curves, "tensorboard": tensorboard, "final": final, "checkpoint": checkpoint}
 
 
 def hints(monkeypatch, *words, processes=2, hosts=1, resumes=False, found=None):
     monkeypatch.setattr(sys, "argv", [str(Path(smp.train.__file__).with_name("__main__.py")), *words])
     monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: sys.executable)
     launch = Launch(0, processes, 0, processes // hosts)
-    found = found or Results(Path("/r/curves.png"), [Path("/r/tensorboard")], Path("/r/final"))
-    return list(next_commands(launch, found, max_steps=80, resumes=resumes))
+    found = found or results(Path("/r/curves.png"), [Path("/r/tensorboard")], Path("/r/final"))
+    return list(next_commands(launch, **found, max_steps=80, resumes=resumes))
 
 
 TUNED = "--hf_pretrained_model_name_or_dir /r/final --training_dir DATA --output_dir runs/finetuned"
@@ -41,12 +45,12 @@ def test_other_jobs_are_told_their_own_command(monkeypatch):
 
 
 def test_only_what_is_there_is_named(monkeypatch):
-    (on,) = hints(monkeypatch, found=Results(None, [], None))
+    (on,) = hints(monkeypatch, found=results(None, [], None))
     assert on.startswith("train on:")
 
 
 def test_a_checkpoint_is_exported_where_there_is_no_final_model(monkeypatch):
-    found = Results(None, [], None, Path("/r/checkpoints/latest"))
+    found = results(None, [], None, Path("/r/checkpoints/latest"))
     _, export = hints(monkeypatch, found=found)
     assert export == "export:    python -m smp export /r/checkpoints/latest /r/final"
 
@@ -71,8 +75,8 @@ def test_a_python_that_is_not_on_the_path_is_named_whole(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/x/train/__main__.py"])  # of the user
     monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: None)
     monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
-    found = Results(None, [Path("/r/t")], Path("/r/final"))
-    curves, _, finetune = next_commands(Launch(), found, max_steps=2, resumes=False)
+    found = results(None, [Path("/r/t")], Path("/r/final"))
+    curves, _, finetune = next_commands(Launch(), **found, max_steps=2, resumes=False)
     assert curves == "curves:    .venv/bin/tensorboard --logdir /r/t"
     assert finetune == f"finetune:  .venv/bin/python -m smp.launch.local --nproc_per_node 1 -m smp.train {TUNED}"
 
@@ -82,8 +86,8 @@ def test_paths_with_spaces_can_be_pasted(monkeypatch):
     monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: None)
     monkeypatch.setattr(sys, "executable", "/my x/python")
     words = []
-    for found in (Results(None, [Path("/a b/t")], Path("/a b/final")), Results(None, [], None, Path("/a b/c/latest"))):
-        lines = list(next_commands(Launch(), found, max_steps=2, resumes=False))
+    for found in (results(None, [Path("/a b/t")], Path("/a b/final")), results(None, [], None, Path("/a b/c/latest"))):
+        lines = list(next_commands(Launch(), **found, max_steps=2, resumes=False))
         words += [shlex.split(line.partition(":")[2]) for line in lines if not line.startswith("train on")]
     assert words == [
         ["/my x/tensorboard", "--logdir", "/a b/t"],
