@@ -27,9 +27,18 @@ NO_VOCABULARY = 1 << 62  # is large enough
 
 
 def import_datasets() -> Any:
-    """Import ``datasets``, which JSON lines, text and token files do not need, and have it keep quiet."""
-    import datasets
+    """Import ``datasets``, which JSON lines, text and token files do not need.
 
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"saved datasets, parquet, Arrow and CSV files need the package datasets ({error}): run "
+            f"`pip install datasets`, or give JSON lines"
+        ) from error
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a request to the hub for each local file
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs errors that it raises, too
     return datasets
@@ -283,11 +292,7 @@ def _described(path: str, name: str) -> dict[str, Any] | None:
 
 
 def _plain_names(where: str, names: Any) -> list[str]:
-    """Return ``names`` if they are a list of plain file names, without a path; they come from JSON.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Return ``names``, which come from JSON, if they are file names without a path; else raise a UserError."""
     names = names if isinstance(names, list) and names else [None]
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:

@@ -155,11 +155,7 @@ class _Entries(NamedTuple):
 
 
 def _entries(fs: Any, path: str, inner: str) -> _Entries:
-    """Return the files and folders of a path, for links what they point to, without hidden ones.
-
-    Raises:
-        UserError: nothing is there.
-    """
+    """Return what is at a path, for links what they point to, without hidden ones; raises UserError if nothing is."""
     if fs.isfile(inner):
         return _Entries([inner], [], by_name=True)
     by_name, local = not fs.isdir(inner), _is_local(fs)

@@ -226,11 +226,7 @@ def _is_job(manifest: Manifest) -> bool:
 
 
 def _check_script(path: Path | RemoteCheckpoint, manifest: Manifest, *, reset: bool) -> None:
-    """Refuse a script's checkpoint of another optimizer, or without ``--reset_progress 1``.
-
-    Raises:
-        UserError: naming the alternative.
-    """
+    """Raise a UserError for a script's checkpoint of another optimizer, or without ``--reset_progress 1``."""
     optimizer = manifest.run["optimizer"].get("class")
     if optimizer != "AdamW":
         raise UserError(
