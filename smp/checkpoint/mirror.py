@@ -32,6 +32,7 @@ from smp.checkpoint.remote import ASIDE, find_remote, of_model, read_remote, rem
 from smp.checkpoint.retention import Rated, doomed_of
 from smp.checkpoint.safetensors_io import reason
 from smp.errors import RunError, UserError
+from smp.faults.agreement import of_all_ranks
 from smp.log import get_logger
 
 logger = get_logger(__name__)
@@ -315,10 +316,9 @@ class Mirror:
 
     def _settled(self, upload: Upload) -> bool:
         """Tell whether an upload has ended on all ranks; where it fails on one, the others give it up."""
-        ended, everyone = upload.ended, [None] * dist.get_world_size()
+        ended = upload.ended
         own = reason(upload.failure) if ended and upload.failure and not upload.gave_up else None
-        dist.all_gather_object(everyone, (ended, own, upload.moved))
-        states: list[Any] = everyone
+        states = of_all_ranks((ended, own, upload.moved))
         failures = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(states) if text]
         if failures:
             upload.cancelled.set()

@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from smp.checkpoint.layout import disk_free, no_inodes
 from smp.checkpoint.safetensors_io import reason
 from smp.comm.report import readable
 from smp.errors import RunError
+from smp.faults.agreement import of_all_ranks
 
 
 def agree(failure: BaseException | None, what: str) -> None:
@@ -25,9 +23,7 @@ def agree(failure: BaseException | None, what: str) -> None:
         RunError: naming the first rank that failed, and why.
     """
     said = None if failure is None else reason(failure)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
-    for rank, text in enumerate(everyone):
+    for rank, text in enumerate(of_all_ranks(said)):
         if text is not None:
             raise RunError(f"{what}: rank {rank}: {text}") from failure
 

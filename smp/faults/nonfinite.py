@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.errors import RunError
+from smp.faults.agreement import of_all_ranks
 from smp.faults.config import FaultConfig
 from smp.log import get_logger
 
@@ -73,8 +74,7 @@ class NonFinite:
             "rank": dist.get_rank(), "loss": _strict(loss), "sample_ids": sample_ids[:IDS], "samples": len(sample_ids),
             "nonfinite_parameters": len(parameters), "parameters": parameters[:NAMES],
         }  # fmt: skip
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        ranks = of_all_ranks(mine)
         skip = self._config.nonfinite == "skip" and skipped <= self._config.nonfinite_budget
         what = _sentence(step, ranks)
         if dist.get_rank() == 0:

@@ -23,6 +23,7 @@ from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
 from smp.data.text import TextTokenizer, contradiction
 from smp.errors import UserError
+from smp.faults.agreement import of_all_ranks
 from smp.log import FILE_ONLY, configure_logging, get_logger
 from smp.memory.advice import advice_text
 from smp.memory.estimate import estimate_memory, memory_table
@@ -298,8 +299,7 @@ def _log_memory(job: CheckedJob, profile: MemoryProfile, step: int) -> None:
         except (UserError, OSError) as error:
             logger.info("No memory_timeline.png: %s", error)
     if job.config.logging.memory_profiling_all_ranks:
-        peaks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(peaks, profile.peak())
+        peaks = of_all_ranks(profile.peak())
         logger.info("Memory by category of every rank at its peak, in MiB:\n%s", rank_table(peaks))
 
 
