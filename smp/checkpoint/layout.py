@@ -207,9 +207,6 @@ def refuse_older_branch(chosen: Path, directories: list[Path], *, others: str = 
 def refuse_foreign(directories: list[Path], *, run_dir: Path) -> None:
     """Refuse to start anew where checkpoints lie, of whatever model.
 
-    Args:
-        run_dir: that of ``--output_dir``.
-
     Raises:
         UserError: naming one.
     """

@@ -338,9 +338,6 @@ class Mirror:
     def finish(self, progress: Callable[[], None] = lambda: None) -> None:
         """Wait for all uploads; what failed is tried once more.
 
-        Args:
-            progress: called while there is some.
-
         Raises:
             RunError: the newest checkpoint could not be uploaded.
         """

@@ -329,10 +329,6 @@ def open_text(
 ) -> PackedRows:
     """Tokenise files, unless they are cached, and pack all documents, in the order given.
 
-    Args:
-        files: all of one kind.
-        tokenizer: the format's.
-
     Raises:
         UserError: a file is unreadable, not UTF-8, without text, or has an id that is outside the model's vocabulary.
     """

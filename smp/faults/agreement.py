@@ -41,7 +41,6 @@ def count_later(device: torch.device, **flags: bool) -> Callable[[], dict[str, i
 
     Args:
         device: of the reduced tensor; the one that the process group's backend needs.
-        flags: this rank's.
 
     Returns:
         Function that waits for the counts and returns them.

@@ -72,9 +72,6 @@ class Guard:
     def refuse_crash_loop(self, step: int) -> None:
         """End a job that its launcher has started again from the same step too often; collective.
 
-        Args:
-            step: where this start begins.
-
         Raises:
             RunError: on every rank.
         """
@@ -100,12 +97,7 @@ class Guard:
         return count_later(self._device, stop=self.stop.raised, interrupt=self.stop.interrupted, **flags)
 
     def verdict(self, counts: Mapping[str, int], step: int) -> int:
-        """Return 0 to go on, 75 after a request to stop, 130 after Ctrl-C.
-
-        Args:
-            counts: the same on every rank.
-            step: the last one done.
-        """
+        """Return 0 to go on, 75 after a request to stop, 130 after Ctrl-C."""
         if not counts["stop"]:
             return 0
         logger.warning(

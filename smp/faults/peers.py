@@ -84,11 +84,7 @@ def process_state(pid: int) -> str:
 
 
 class Members:
-    """All ranks of the job; making it is collective, as each publishes its host and process in the store.
-
-    Args:
-        timeout: how long to wait for the others.
-    """
+    """All ranks of the job; making it is collective, as each publishes its host and process in the store."""
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         self.rank = rank

@@ -178,7 +178,6 @@ class Planned:
         """Profile the memory of one early step; what is compiled would run otherwise, and is not profiled.
 
         Args:
-            step: updates done.
             mark: called with each phase that has ended.
         """
         compiled = self._job.settings[ActivationConfig].compile

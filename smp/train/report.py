@@ -259,9 +259,6 @@ def profile_step(
 ) -> Iterator[Callable[[str], None]]:
     """Profile the memory of a step, if that is asked for, and log it by category; collective for all ranks.
 
-    Args:
-        step: updates done.
-
     Yields:
         The function that the step calls with each phase that has ended; ``record`` where nothing is asked for.
     """
