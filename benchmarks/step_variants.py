@@ -135,7 +135,7 @@ def smp_step(
         ids = batch(case, rank, number)
         rows = StepBatch([{"input_ids": ids, "targets": shift_labels(ids)}], torch.arange(len(ids)))
         result = train_step(model, optimizer, rows, setup=setup, device=CPU, grad_clip=OPTIM.grad_clip)
-        return result.sums[0] / (result.tokens / case.processes)
+        return result.sums[0] / (int(result.valid) / case.processes)
 
     return step
 

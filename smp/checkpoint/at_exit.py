@@ -82,7 +82,7 @@ def _finish(checkpointer: Saving, write: PendingWrite) -> None:
         prune(storage.directory, checkpointer.name, keep=rule.keep, keep_best=rule.keep_best, spared=spared)
 
     write.wait()
-    if (failure := attempt(publish, storage.directory, 0)) is not None:
+    if (failure := attempt(publish)) is not None:
         say(f"rank {write.rank}: checkpoint {final} was not published as the script ended: {reason(failure)}")
     elif mirror is not None and final.exists():
         if hasattr(sys, "last_type"):  # the others may wait for this rank, and would not upload their files

@@ -113,7 +113,6 @@ class PendingWrite:
     """This rank's part of a checkpoint that is being written.
 
     Args:
-        temporary: the checkpoint's temporary directory.
         manifest: all but files and tensors.
         snapshot: of the tensors themselves, which must not change before :meth:`wait_for_copy` returns.
         copy: brings them to the CPU.
@@ -146,7 +145,7 @@ class PendingWrite:
     def run(self) -> None:
         """Write; what fails is kept in :attr:`failure`."""
         begun = time.perf_counter()
-        self._outcome = attempt(self._write, self.temporary.parent, self._snapshot.nbytes)
+        self._outcome = attempt(self._write, (self.temporary.parent, self._snapshot.nbytes))
         self.seconds = time.perf_counter() - begun
 
     def start(self) -> None:

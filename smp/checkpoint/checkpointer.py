@@ -82,7 +82,6 @@ class Checkpointer:
 
     Attributes:
         name: of the model, in the names of checkpoints.
-        writing: the write under way in the background.
         step: last loaded or saved.
 
     Raises:
@@ -279,7 +278,7 @@ class Checkpointer:
             agree(write.failure, said)
             if mirror is not None:
                 mirror.settle(directory / name)
-            agree(attempt(lambda: self._publish(write), directory, 0), said)
+            agree(attempt(lambda: self._publish(write)), said)
         except Exception:
             self.storage.remove(write.temporary)
             raise
@@ -294,7 +293,7 @@ class Checkpointer:
         directory, mirror = self.storage.directory, self.storage.mirror
         if self.storage.leads:
             rule, spared = {"keep": self._keep, "keep_best": self._keep_best}, mirror.needed if mirror else set()
-            failure = attempt(lambda: prune(directory, self.name, **rule, spared=spared), directory, 0)
+            failure = attempt(lambda: prune(directory, self.name, **rule, spared=spared))
             if failure is not None:  # the next save tries again
                 logger.warning("Old checkpoints in %s could not be deleted: %s", directory, reason(failure))
         agree(None, "")  # deleting may take long, and the others are to wait for it here

@@ -21,7 +21,7 @@ from smp.checkpoint.safetensors_io import OTHER_DIGEST, new_digest, reason, show
 from smp.checkpoint.storage import Storage
 from smp.comm.report import readable
 from smp.errors import RunError, UserError
-from smp.faults.agreement import together
+from smp.faults.agreement import of_all_ranks, together
 from smp.log import get_logger
 
 logger = get_logger(__name__)
@@ -31,9 +31,7 @@ _STREAMS = 4  # files that a rank downloads at a time
 
 def gathered(mine: list[str]) -> list[str]:
     """Return the problems that all ranks have found, the same on all; collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return sorted({problem for found in everyone for problem in found})
+    return sorted({problem for found in of_all_ranks(mine) for problem in found})
 
 
 def verify_together(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
@@ -154,7 +152,6 @@ def locate(
     Args:
         wanted: ``latest``, which here is the newest that is newer than every valid one in the directories; a URL; or
             something else, which is returned.
-        damaged: checkpoints that have been found damaged.
 
     Returns:
         What is at its URL, or ``wanted``.

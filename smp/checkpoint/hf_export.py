@@ -194,7 +194,7 @@ def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None
         raise RunError(f"{path} cannot be written ({reason(error)})") from error
 
 
-def _full(parameter: torch.Tensor) -> torch.Tensor:
+def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """Gather a parameter from its shards, axis by axis; collective.
 
     The data axes first, which were split last. ``full_tensor()`` does the same, and warns that it does.
@@ -337,7 +337,7 @@ def export_hf(
 
         _on_main(prepare)
         _gather_and_write(
-            parameters, read or (lambda name: _full(parameters[name])), partial, family, added,
+            parameters, read or (lambda name: full_tensor(parameters[name])), partial, family, added,
             max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress,
         )  # fmt: skip
         _on_main(lambda: _publish(partial, directory))

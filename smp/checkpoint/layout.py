@@ -115,7 +115,6 @@ def choose_checkpoint(
 
     Args:
         wanted: None, ``latest`` (the newest in any of ``directories`` that is not damaged), or a path.
-        damaged: checkpoints that have been found damaged already.
         others: flags that say where ``directories`` are.
 
     Raises:
@@ -178,11 +177,7 @@ def _newest_whole(
 
 
 def refuse_distcp(path: Path) -> None:
-    """Refuse to resume from what ``torch.distributed.checkpoint`` wrote, as SMP v2 did: a folder for each tp rank.
-
-    Raises:
-        UserError: there are files of its kind.
-    """
+    """Refuse, by a UserError, to resume from what ``torch.distributed.checkpoint`` wrote, as SMP v2 did."""
     if any(path.glob("*.distcp")) or any(path.glob("*/*.distcp")):
         raise UserError(
             f"{path} contains .distcp files, which SMP v2 and torch.distributed.checkpoint write, and no run resumes "
@@ -198,11 +193,7 @@ def warn_once(text: str) -> None:
 
 
 def refuse_older_branch(chosen: Path, directories: list[Path], *, others: str = "--output_dir") -> None:
-    """Refuse to resume beside newer checkpoints of the run: the two branches would be mixed, and the newer kept.
-
-    Raises:
-        UserError: naming the newest.
-    """
+    """Raise a UserError where the run has newer checkpoints: two branches would be mixed, and the newer one kept."""
     model_name, step = chosen.name.rpartition("-")[0], step_of(chosen) or 0
     present = (c for d in directories for c in find_checkpoints(d, model_name))
     newest = max(present, key=lambda c: c.step, default=Checkpoint(chosen, step))
@@ -215,10 +206,6 @@ def refuse_older_branch(chosen: Path, directories: list[Path], *, others: str = 
 
 def refuse_foreign(directories: list[Path], *, run_dir: Path) -> None:
     """Refuse to start anew where checkpoints lie, of whatever model.
-
-    Args:
-        directories: of the run's checkpoints.
-        run_dir: that of ``--output_dir``.
 
     Raises:
         UserError: naming one.

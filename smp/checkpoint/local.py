@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from smp.checkpoint.layout import find_checkpoints, quick_problem
 from smp.errors import UserError
+from smp.faults.agreement import of_all_ranks
 from smp.log import get_logger
 
 logger = get_logger("train")
@@ -63,8 +63,7 @@ def _nothing_is_lost(directories: list[Path], model_name: str, everyone: list[li
     """
     complete = everyone[dist.get_rank()]
     damaged = any(c.step not in complete for directory in directories for c in find_checkpoints(directory, model_name))
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (damaged, any(directory.is_dir() for directory in directories)))
+    ranks = of_all_ranks((damaged, any(directory.is_dir() for directory in directories)))
     if any(damaged for damaged, _ in ranks):
         return False
     steps = {step for found in everyone for step in found}
@@ -84,8 +83,7 @@ def common_start(directories: list[Path], model_name: str, damaged: Collection[o
     for checkpoint in (c for directory in directories for c in find_checkpoints(directory, model_name)):
         if checkpoint.path not in damaged and quick_problem(checkpoint.path) is None:
             mine.setdefault(checkpoint.step, checkpoint.path)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sorted(mine))
+    everyone = of_all_ranks(sorted(mine))
     common = set(everyone[0]).intersection(*everyone[1:])
     if common:
         for step in sorted(step for step in mine if step > max(common)):

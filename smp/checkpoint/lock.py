@@ -44,9 +44,6 @@ def own(directory: Path, model_name: str, writer: object, step: int) -> None:
 
     Several writers of one process share it, each with a name of its own. For rank 0 alone, before each save.
 
-    Args:
-        writer: who is about to save ``step``.
-
     Raises:
         UserError: another process has it, it cannot be cleared up, or another writer of this process has just saved
             the same step under the same name, which would be lost.

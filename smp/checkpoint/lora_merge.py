@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from smp.checkpoint.hf_export import full_tensor
 from smp.config import Settings
 from smp.models.added import added_parameters, base_of, encoded_parameters
 from smp.models.file_names import buffers_of
@@ -33,7 +33,7 @@ def merged(model: nn.Module, settings: Settings) -> tuple[dict[str, torch.Tensor
     dtype = tensors[next(iter(added))].dtype
 
     def gathered(name: str) -> torch.Tensor:
-        tensor = _gathered(tensors[name])
+        tensor = full_tensor(tensors[name].detach())
         return stored(encoded[name].decode(tensor) if name in encoded else tensor, dtype)
 
     read: Read = gathered
@@ -60,8 +60,6 @@ def reader_of(
 
     Args:
         model: real or on the meta device.
-        weights: pretrained ones.
-        dtype: of what is read.
         quantised: names of weights that were stored in 4 bits.
         others: reads what the files do not have, the factors.
 
@@ -87,8 +85,6 @@ def merging(model: nn.Module, factors: Container[str], scale: float, read: Read)
 
     Args:
         model: has the layers, on any device.
-        factors: names of the adapters' tensors.
-        scale: of their product.
         read: returns all of a weight or factor by name.
     """
 
@@ -101,8 +97,3 @@ def merging(model: nn.Module, factors: Container[str], scale: float, read: Read)
         return weight + (delta.T if is_transposed(model.get_submodule(path)) else delta)
 
     return read_merged
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -32,6 +32,7 @@ from smp.checkpoint.remote import ASIDE, find_remote, of_model, read_remote, rem
 from smp.checkpoint.retention import Rated, doomed_of
 from smp.checkpoint.safetensors_io import reason
 from smp.errors import RunError, UserError
+from smp.faults.agreement import of_all_ranks
 from smp.log import get_logger
 
 logger = get_logger(__name__)
@@ -102,12 +103,12 @@ class Upload:
 
     def _run(self) -> None:
         begun = time.perf_counter()
-        self.failure = attempt(self._upload, self.path, 0)
+        self.failure = attempt(self._upload)
         if self.failure is None and self._mirror.leads:
             if self.moved:  # else it was there already
                 seconds = time.perf_counter() - begun
                 logger.info("Uploaded %s (%.1f s).", self._mirror.store.at(self.path.name), seconds)
-            if (failure := attempt(self._prune, self.path, 0)) is not None:  # the next upload tries again
+            if (failure := attempt(self._prune)) is not None:  # the next upload tries again
                 logger.warning("Old checkpoints in %s could not be deleted: %s", self._mirror.store, reason(failure))
         elif self.failure is not None and not self.gave_up:
             logger.warning(
@@ -217,10 +218,6 @@ class Mirror:
 
     While one is uploaded, the newest that has been published since waits, and older ones that wait are left out.
 
-    Args:
-        store: the URL.
-        model_name: in the names of the checkpoints.
-
     Attributes:
         writer: name of the object that says who writes there.
         rated: what retention knows of the checkpoints there.
@@ -260,7 +257,7 @@ class Mirror:
         failure, self.rank, self.size = None, dist.get_rank(), dist.get_world_size()
         if self.leads:
             self._id = uuid.uuid4().hex
-            failure = attempt(self._take, Path(), 0)
+            failure = attempt(self._take)
         said: list[Any] = [self._id, None if failure is None else reason(failure)]
         dist.broadcast_object_list(said)
         self._id = said[0]
@@ -319,10 +316,9 @@ class Mirror:
 
     def _settled(self, upload: Upload) -> bool:
         """Tell whether an upload has ended on all ranks; where it fails on one, the others give it up."""
-        ended, everyone = upload.ended, [None] * dist.get_world_size()
+        ended = upload.ended
         own = reason(upload.failure) if ended and upload.failure and not upload.gave_up else None
-        dist.all_gather_object(everyone, (ended, own, upload.moved))
-        states: list[Any] = everyone
+        states = of_all_ranks((ended, own, upload.moved))
         failures = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(states) if text]
         if failures:
             upload.cancelled.set()
@@ -332,18 +328,15 @@ class Mirror:
         self._failed = (upload, failures[0]) if failures else None
         return True
 
-    def settle(self, path: Path, progress: Callable[[], None] = lambda: None) -> None:
+    def settle(self, path: Path) -> None:
         """Wait while the files of ``path`` are being uploaded, which are about to be replaced."""
         if self._next is not None and self._next.path == path:
             self._next = None
         while self._current is not None and self._current.path == path:
-            self._wait(progress)
+            self._wait(lambda: None)
 
     def finish(self, progress: Callable[[], None] = lambda: None) -> None:
         """Wait for all uploads; what failed is tried once more.
-
-        Args:
-            progress: called while there is some.
 
         Raises:
             RunError: the newest checkpoint could not be uploaded.

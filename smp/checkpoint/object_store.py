@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from smp.checkpoint.safetensors_io import reason
 from smp.data.storage import filesystem_of
@@ -23,7 +23,7 @@ _RANGE = 16 << 20  # bytes of a download in one request
 # Asked again, these have the same answer.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError, TypeError)
 
-T = TypeVar("T")
+_REFUSED = object()
 
 
 class StoreError(RunError):
@@ -73,7 +73,7 @@ class ObjectStore:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         self.advance: Callable[[int], object] = _ignore
-        self._fs, root = filesystem_of(self.url, **_options(url))
+        self._fs, root = filesystem_of(self.url, use_listings_cache=False, **_options(url))
         self._root = root.rstrip("/")
 
     def __str__(self) -> str:
@@ -83,7 +83,8 @@ class ObjectStore:
         """Return the URL of an object."""
         return f"{self.url}/{name}"
 
-    def _call(self, what: str, name: str, action: Callable[[str], T]) -> T:
+    def _call(self, what: str, name: str, action: Callable[[str], Any], *, absent: Any = _REFUSED) -> Any:
+        """Return the result of ``action``, called with the path of an object, or ``absent`` if there is none."""
         path = f"{self._root}/{name}" if name else self._root
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -93,53 +94,33 @@ class ObjectStore:
                     # Ranks that failed together do not come back together.
                     time.sleep(FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
                     continue
-                if isinstance(error, FileNotFoundError):
-                    raise
+                if isinstance(error, FileNotFoundError) and absent is not _REFUSED:
+                    return absent
                 raise StoreError(f"{self.at(name) if name else self.url} cannot be {what} ({_why(error)})") from error
         raise AssertionError
 
     def folders(self) -> list[str]:
         """Return the names that have objects below them, of one level; sorted."""
-
-        def listed(path: str) -> list[dict[str, Any]]:
-            self._fs.invalidate_cache()
-            return list(self._fs.ls(path, detail=True))
-
-        try:
-            found = self._call("listed", "", listed)
-        except FileNotFoundError:  # nothing is there yet
-            return []
+        found = self._call("listed", "", lambda path: self._fs.ls(path, detail=True), absent=[])
         return sorted(_last(entry["name"]) for entry in found if entry["type"] == "directory")
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each object below a folder, by its name there; empty if there are none."""
 
         def listed(path: str) -> dict[str, int]:
-            self._fs.invalidate_cache()
-            found = self._fs.find(path, detail=True)
-            prefix = path.lstrip("/") + "/"
+            prefix, found = path.lstrip("/") + "/", self._fs.find(path, detail=True)
             return {name.lstrip("/").removeprefix(prefix): int(entry["size"]) for name, entry in found.items()}
 
-        try:
-            return self._call("listed", folder, listed)
-        except FileNotFoundError:
-            return {}
+        return dict(self._call("listed", folder, listed, absent={}))
 
     def read(self, name: str) -> bytes | None:
         """Return an object's bytes; None if there is no such object."""
-
-        def got(path: str) -> bytes:
-            self._fs.invalidate_cache()
-            return bytes(self._fs.cat_file(path))
-
-        try:
-            return self._call("read", name, got)
-        except FileNotFoundError:
-            return None
+        data = self._call("read", name, self._fs.cat_file, absent=None)
+        return None if data is None else bytes(data)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object, in place of one of that name."""
-        self._writing(name, lambda path: self._fs.pipe_file(path, data))
+        self._call("written", name, lambda path: self._fs.pipe_file(path, data))
 
     def upload(self, file: Path, name: str, advance: Callable[[int], object] = _ignore) -> None:
         """Copy a file to the store, a large one in parts.
@@ -153,13 +134,7 @@ class ObjectStore:
             def relative_update(self, inc: int = 1) -> None:
                 advance(inc)
 
-        self._writing(name, lambda path: self._fs.put_file(str(file), path, callback=Progress()))
-
-    def _writing(self, name: str, action: Callable[[str], object]) -> None:
-        try:
-            self._call("written", name, action)
-        except FileNotFoundError as error:
-            raise StoreError(f"{self.at(name)} cannot be written ({_why(error)})") from error
+        self._call("written", name, lambda path: self._fs.put_file(str(file), path, callback=Progress()))
 
     def pieces(self, name: str, start: int, end: int) -> Iterator[bytes]:
         """Return the bytes of an object from ``start`` to ``end``, in parts.
@@ -176,33 +151,21 @@ class ObjectStore:
 
     def range(self, name: str, start: int, end: int) -> bytes:
         """Return the bytes of an object from ``start`` to ``end``, by one request; raises as :meth:`pieces`."""
-        try:
-            part = self._call("read", name, lambda path: bytes(self._fs.cat_file(path, start=start, end=end)))
-        except FileNotFoundError as error:
-            raise StoreError(f"{self.at(name)} is no longer there") from error
+        part = self._call("read", name, lambda path: self._fs.cat_file(path, start=start, end=end), absent=None)
+        if part is None:
+            raise StoreError(f"{self.at(name)} is no longer there")
         if len(part) != end - start:
             raise StoreError(f"{self.at(name)} ends too early")
         self.advance(len(part))
-        return part
+        return bytes(part)
 
     def remove(self, name: str) -> None:
         """Delete an object, if it is there."""
-        try:
-            self._call("deleted", name, self._fs.rm_file)
-        except FileNotFoundError:
-            return
+        self._call("deleted", name, self._fs.rm_file, absent=None)
 
     def remove_folder(self, folder: str) -> None:
         """Delete all objects below a folder; safe to retry."""
-
-        def removed(path: str) -> None:
-            self._fs.invalidate_cache()
-            self._fs.rm(path, recursive=True)
-
-        try:
-            self._call("deleted", folder, removed)
-        except FileNotFoundError:
-            return
+        self._call("deleted", folder, lambda path: self._fs.rm(path, recursive=True), absent=None)
 
 
 def _last(path: str) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from smp.checkpoint.layout import disk_free, no_inodes
 from smp.checkpoint.safetensors_io import reason
 from smp.comm.report import readable
 from smp.errors import RunError
+from smp.faults.agreement import of_all_ranks
 
 
 def agree(failure: BaseException | None, what: str) -> None:
@@ -25,20 +23,23 @@ def agree(failure: BaseException | None, what: str) -> None:
         RunError: naming the first rank that failed, and why.
     """
     said = None if failure is None else reason(failure)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
-    for rank, text in enumerate(everyone):
+    for rank, text in enumerate(of_all_ranks(said)):
         if text is not None:
             raise RunError(f"{what}: rank {rank}: {text}") from failure
 
 
-def attempt(action: Callable[[], object], directory: Path, nbytes: int) -> BaseException | None:
-    """Run ``action`` and return what it raises, with what is needed and what is free if the disk is full."""
+def attempt(action: Callable[[], object], needs: tuple[Path, int] | None = None) -> BaseException | None:
+    """Run ``action`` and return what it raises.
+
+    Args:
+        needs: a directory, and the bytes to be written there, which are said beside what is free if the disk is full.
+    """
     try:
         action()
     except Exception as error:
-        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or not nbytes:
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or needs is None:
             return error
+        directory, nbytes = needs
         if no_inodes(directory):
             return RunError(f"{reason(error)}: the file system of {directory} has no inodes left (df -i): delete files")
         free = readable(disk_free(directory))

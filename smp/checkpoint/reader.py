@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Protocol
 import torch
 
 from smp.checkpoint.manifest import Chunk, Manifest
-from smp.checkpoint.safetensors_io import Stored, bytes_of, read_all, read_header, reason
+from smp.checkpoint.safetensors_io import Stored, bytes_of, header_of, read_all, reason
 from smp.errors import DamagedCheckpointError
 
 # Files that are open at a time: a process may often have 1024, and a large run's checkpoint has more.
@@ -20,9 +21,6 @@ MOST_OPEN = 256
 
 class Files(Protocol):
     """The files of a checkpoint, read in parts; raises OSError and ValueError where that fails."""
-
-    def header(self, name: str) -> dict[str, Stored]:
-        """Return what a file contains."""
 
     def read(self, name: str, into: memoryview, start: int) -> None:
         """Fill ``into`` with a file's bytes from ``start`` on."""
@@ -37,10 +35,6 @@ class LocalFiles:
     def __init__(self, path: Path):
         self._path = path
         self._open: dict[str, int] = {}
-
-    def header(self, name: str) -> dict[str, Stored]:
-        """Return what a file contains."""
-        return read_header(self._descriptor(name))
 
     def read(self, name: str, into: memoryview, start: int) -> None:
         """Fill ``into`` with a file's bytes from ``start`` on."""
@@ -64,8 +58,6 @@ class CheckpointReader:
     """Reads from a checkpoint whose files have been checked (:func:`smp.checkpoint.manifest.problems_of_files`).
 
     Args:
-        path: its directory, or its URL.
-        manifest: its manifest.
         files: None: those of the directory.
 
     Attributes:
@@ -73,7 +65,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: Path | str, manifest: Manifest, files: Files | None = None):
-        self._path, self.entries = path, manifest.tensors
+        self._path, self._listed, self.entries = path, manifest.files, manifest.tensors
         self._files = files or LocalFiles(Path(path))
         self._headers: dict[str, dict[str, Stored]] = {}
 
@@ -145,7 +137,8 @@ class CheckpointReader:
 
     def _header(self, file: str) -> dict[str, Stored]:
         if file not in self._headers:
-            self._headers[file] = self._files.header(file)
+            read = functools.partial(self._files.read, file)
+            self._headers[file] = header_of(read, self._listed[file].size)
         return self._headers[file]
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ from smp.checkpoint.remote import RemoteCheckpoint
 from smp.checkpoint.safetensors_io import (
     OTHER_DIGEST,
     FileEntry,
-    Stored,
     header_of,
     header_problem,
     new_digest,
@@ -29,25 +28,15 @@ _AHEAD = 4  # requests of a rank that are under way
 
 
 class RemoteFiles:
-    """Files of one folder, for :class:`smp.checkpoint.reader.CheckpointReader`.
+    """Files of a checkpoint below a URL, for :class:`smp.checkpoint.reader.CheckpointReader`."""
 
-    Args:
-        store: where they are.
-        folder: of the checkpoint; empty: ``store`` is it.
-        sizes: bytes of each.
-    """
-
-    def __init__(self, store: ObjectStore, folder: str, sizes: dict[str, int]):
-        self._store, self._folder, self._sizes = store, f"{folder}/" if folder else "", sizes
-
-    def header(self, name: str) -> dict[str, Stored]:
-        """Return what a file contains."""
-        return header_of(functools.partial(self.read, name), self._sizes[name])
+    def __init__(self, checkpoint: RemoteCheckpoint):
+        self._store, self._folder = checkpoint.store, checkpoint.name
 
     def read(self, name: str, into: memoryview, start: int) -> None:
         """Fill ``into`` with a file's bytes from ``start`` on."""
         done = 0
-        for part in self._store.pieces(self._folder + name, start, start + len(into)):
+        for part in self._store.pieces(f"{self._folder}/{name}", start, start + len(into)):
             into[done : done + len(part)] = part
             done += len(part)
 
@@ -58,14 +47,12 @@ class RemoteFiles:
         """Say what is wrong with the content of a file, reading it once; None if nothing is.
 
         Args:
-            name: of the file.
-            entry: what the manifest says of it.
             expected: tensors of its header, as of :func:`smp.checkpoint.manifest.expected_headers`.
         """
-        source, problem = OnePass(self._store.pieces(self._folder + name, 0, entry.size), entry), None
+        source, problem = OnePass(self._store.pieces(f"{self._folder}/{name}", 0, entry.size), entry), None
         try:
             if name.endswith(".safetensors"):
-                problem = header_problem(source.header(name), expected)
+                problem = header_problem(header_of(functools.partial(source.read, name), entry.size), expected)
         except ValueError as error:
             problem = f"cannot be read ({error})"
         try:
@@ -79,19 +66,11 @@ class OnePass:
     """A file of a checkpoint below a URL, read once from its beginning to its end, and hashed as it comes.
 
     For :class:`smp.checkpoint.reader.CheckpointReader`, which reads its tensors in their order.
-
-    Args:
-        parts: its bytes.
-        entry: what the manifest says of it.
     """
 
     def __init__(self, parts: Iterator[bytes], entry: FileEntry):
         self._parts, self._entry, self._digest = parts, entry, new_digest()
         self._part, self._position = memoryview(b""), 0
-
-    def header(self, name: str) -> dict[str, Stored]:
-        """Return what the file contains; called first."""
-        return header_of(functools.partial(self.read, name), self._entry.size)
 
     def read(self, _name: str, into: memoryview, start: int) -> None:
         """Fill ``into`` with the bytes from ``start`` on, which follow what was read before."""

@@ -75,11 +75,7 @@ def check_architecture(path: Path | RemoteCheckpoint, saved: dict[str, Any], hf_
 
 
 def check_base(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
-    """Refuse a checkpoint without the frozen parameters, where they would be others than those that it was made with.
-
-    Raises:
-        UserError: saying so.
-    """
+    """Raise a UserError for a checkpoint without the frozen parameters that was made with others than the model has."""
     base, theirs = base_of(model), manifest.model.get("base")
     if base is not None and theirs is not None and base.digest != theirs:
         raise UserError(f"checkpoint {path} was made with other pretrained weights than {base.weights}, which it does "

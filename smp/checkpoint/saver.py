@@ -45,10 +45,7 @@ class Saver:
     """Saves at step boundaries. All ranks call its methods together.
 
     Args:
-        settings: the user's.
         storages: one for each of ``settings.checkpoint_freq``; of this rank alone for local checkpoints.
-        model, optimizer: what is saved.
-        model_name: in the names of checkpoints.
         first_step: updates done when the run starts.
         max_steps: the step at which it ends.
         begins_from: the checkpoint that the run starts from; none here is newer than one at a URL.

@@ -63,11 +63,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def require_known(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose state cannot be seen.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Raise a UserError for an optimizer whose state cannot be seen."""
     name = type(optimizer).__name__
     # By name: importing it takes long, and warns.
     if "ZeroRedundancyOptimizer" in (kind.__name__ for kind in type(optimizer).__mro__):

@@ -64,7 +64,7 @@ class Storage:
         """
         temporary = self.directory / (name + TEMPORARY)
         said = f"checkpoint {self.directory / name} could not be begun"
-        agree(attempt(lambda: start(temporary), self.directory, 0) if self.leads else None, said)
+        agree(attempt(lambda: start(temporary)) if self.leads else None, said)
 
         def see() -> None:
             if not appears(temporary):
@@ -75,7 +75,7 @@ class Storage:
                 )
 
         try:
-            agree(attempt(see, self.directory, 0), said)
+            agree(attempt(see), said)
         except RunError:
             self.remove(temporary)
             raise

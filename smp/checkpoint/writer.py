@@ -30,8 +30,15 @@ from smp.checkpoint.manifest import (
     problems_of_files,
     size_problem,
 )
-from smp.checkpoint.read_back import ReadBack
-from smp.checkpoint.safetensors_io import FileEntry, Piece, strict_json, sync, write_bytes, write_tensors
+from smp.checkpoint.safetensors_io import (
+    FileEntry,
+    Piece,
+    digest_of,
+    strict_json,
+    sync,
+    write_bytes,
+    write_tensors,
+)
 from smp.errors import RunError
 
 # Of tensors per file: a damaged file is named and read by itself, and many hash in parallel.
@@ -56,7 +63,6 @@ def write_part(
     """Write this rank's tensors and the list of them.
 
     Args:
-        directory: the checkpoint's temporary one.
         pieces: on the CPU.
         shapes: of the full tensors, of at least those in ``pieces``.
         check: read the tensors back, from the disk where the system allows that.
@@ -65,7 +71,6 @@ def write_part(
         OSError: they cannot be written, or read.
         RunError: what is read is not what was written.
     """
-    write = _write_and_read_back if check else write_tensors
     groups: list[list[Piece]] = [[]]
     filled = 0
     for piece in pieces:
@@ -78,7 +83,9 @@ def write_part(
     chunks: dict[str, list[Chunk]] = {name: [] for name in shapes}
     for number, group in enumerate(group for group in groups if group):
         name = f"rank{rank:05d}-{number:03d}.safetensors"
-        files[name] = write(directory / name, group)
+        files[name] = write_tensors(directory / name, group)
+        if check and digest_of(directory / name, cached=False) != files[name].digest:
+            raise RunError(f"{directory / name} is not on the disk as it was written")
         for piece in group:
             chunks[piece.name].append(Chunk(name, piece.offsets, tuple(piece.tensor.shape)))
     tensors = {name: TensorEntry(*shapes[name], tuple(found)) for name, found in chunks.items()}
@@ -86,13 +93,6 @@ def write_part(
     unfinished = listed.with_suffix(TEMPORARY)
     write_bytes(unfinished, json.dumps(encode_entries(files, tensors)).encode())
     unfinished.rename(listed)  # another rank that sees it, without a barrier as at exit, can read all of it
-
-
-def _write_and_read_back(path: Path, pieces: list[Piece]) -> FileEntry:
-    with ReadBack(path) as back:
-        written = write_tensors(path, pieces, back.follow)
-        back.compare(written)
-    return written
 
 
 def appears(path: Path) -> bool:

@@ -31,7 +31,6 @@ class SavedAdapter:
     """The low-rank adapters of a checkpoint.
 
     Attributes:
-        path: of the checkpoint, for messages.
         config: as peft writes it, JSON.
         scale: of the factors' product.
         factors: their tensors by qualified name.

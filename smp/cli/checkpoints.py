@@ -5,58 +5,32 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 from smp.checkpoint.layout import quick_problems, step_of
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
     expected_headers,
-    parse_manifest,
     problems_of_files,
     read_manifest,
 )
 from smp.checkpoint.object_store import ObjectStore, is_url
 from smp.checkpoint.reader import CheckpointReader
-from smp.checkpoint.remote import ASIDE, problems_of_objects
+from smp.checkpoint.remote import ASIDE, RemoteCheckpoint, manifest_of, problems_of_objects
 from smp.checkpoint.remote_reader import RemoteFiles
 from smp.cli.find import DEPTHS, checkpoints_at, existing_directory, interrupted_at
 from smp.errors import UserError
 
 
-class GivenCheckpoint(Protocol):
-    """A checkpoint, valid or not."""
-
-    @property
-    def path(self) -> Path | str:
-        """Its directory or its URL."""
-
-    @property
-    def name(self) -> str:
-        """Name that it is shown by."""
-
-    def manifest(self) -> Manifest:
-        """Read the manifest; raises UserError and DamagedCheckpointError as of :func:`read_manifest`."""
-
-    def quick_problems(self, manifest: Manifest) -> list[str]:
-        """Return what names and sizes show."""
-
-    def problems_of(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
-        """Return what is wrong with the content of files."""
-
-    def reader(self, manifest: Manifest) -> CheckpointReader:
-        """Return a reader of its tensors."""
-
-
 @dataclasses.dataclass(frozen=True)
 class LocalCheckpoint:
-    """A checkpoint in a directory."""
+    """A checkpoint in a directory, valid or not; ``name`` is shown."""
 
     path: Path
     name: str
 
     def manifest(self) -> Manifest:
-        """Read the manifest."""
+        """Read the manifest; raises as :func:`read_manifest`."""
         return read_manifest(self.path)
 
     def quick_problems(self, manifest: Manifest) -> list[str]:
@@ -74,24 +48,20 @@ class LocalCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class UrlCheckpoint:
-    """A checkpoint below a URL; ``sizes`` are those of its objects."""
+    """A checkpoint below a URL, valid or not; ``name`` is shown, ``sizes`` are those of its objects."""
 
-    store: ObjectStore
-    folder: str
+    checkpoint: RemoteCheckpoint
     name: str
     sizes: dict[str, int]
 
     @property
     def path(self) -> str:
         """Its URL."""
-        return self.store.at(self.folder) if self.folder else self.store.url
+        return str(self.checkpoint)
 
     def manifest(self) -> Manifest:
         """Read the manifest."""
-        data = self.store.read(f"{self.folder}/{MANIFEST_FILE}" if self.folder else MANIFEST_FILE)
-        if data is None:
-            raise UserError(f"{self.path} is not a complete checkpoint: it has no {MANIFEST_FILE}")
-        return parse_manifest(data, self.path, len(self.sizes))
+        return manifest_of(self.checkpoint)
 
     def quick_problems(self, manifest: Manifest) -> list[str]:
         """Return what names and sizes show."""
@@ -99,13 +69,16 @@ class UrlCheckpoint:
 
     def problems_of(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
         """Return what is wrong with the content of files, each of which is read once."""
-        files, expected = RemoteFiles(self.store, self.folder, self.sizes), expected_headers(manifest)
+        files, expected = RemoteFiles(self.checkpoint), expected_headers(manifest)
         found = ((name, files.problem_of(name, manifest.files[name], expected.get(name, {}))) for name in names)
         return [f"{name} {problem}" for name, problem in found if problem]
 
     def reader(self, manifest: Manifest) -> CheckpointReader:
         """Return a reader of its tensors, by ranges."""
-        return CheckpointReader(self.path, manifest, RemoteFiles(self.store, self.folder, self.sizes))
+        return CheckpointReader(self.path, manifest, RemoteFiles(self.checkpoint))
+
+
+GivenCheckpoint = LocalCheckpoint | UrlCheckpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +137,8 @@ def _find_remote(url: str) -> Found:
         raise UserError(f"{url} does not exist: give the URL of a checkpoint, or one that some are below")
     own = Path(store.url)
     if MANIFEST_FILE in objects or step_of(own) is not None:
-        return Found([UrlCheckpoint(store, "", own.name, objects)], True, [])
+        above = ObjectStore(store.url.rpartition("/")[0])
+        return Found([UrlCheckpoint(RemoteCheckpoint(above, own.name), own.name, objects)], True, [])
     folders: dict[str, dict[str, int]] = {}
     for name, size in objects.items():
         folder, _, file = name.rpartition("/")
@@ -172,7 +146,7 @@ def _find_remote(url: str) -> Found:
             folders.setdefault(folder, {})[file] = size
     names = sorted(folders, key=lambda name: (Path(name).parent, step_of(Path(name)), name))
     checkpoints: list[GivenCheckpoint] = [
-        UrlCheckpoint(store, n, n, folders[n]) for n in names if MANIFEST_FILE in folders[n]
+        UrlCheckpoint(RemoteCheckpoint(store, n), n, folders[n]) for n in names if MANIFEST_FILE in folders[n]
     ]
     aside = [name for name in names if ASIDE in folders[name] and MANIFEST_FILE not in folders[name]]
     left = [name for name in names if not {MANIFEST_FILE, ASIDE} & folders[name].keys()]

@@ -22,7 +22,7 @@ from smp.checkpoint.hf_export import export_hf, refuse_foreign_files
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.model_store import refuse_foreign_objects, upload_model
 from smp.checkpoint.object_store import is_url
-from smp.cli.adapter import MODEL, SavedAdapter, adapter_of, base_of
+from smp.cli.adapter import MODEL, adapter_of, base_of
 from smp.cli.checkpoints import GivenCheckpoint, one_checkpoint
 from smp.cli.find import existing_directory
 from smp.cli.output import shown
@@ -151,19 +151,15 @@ def _refuse_output(text: str, checkpoint: GivenCheckpoint) -> None:
     refuse_foreign_files(output)
 
 
-def _refuse_options(path: Path | str, options: argparse.Namespace, adapter: SavedAdapter | None) -> None:
-    if options.merge and adapter is None:
-        raise UserError(f"--merge: checkpoint {path} contains no adapters: leave it out")
-    if options.base is not None and not options.merge:
-        raise UserError("--base is of --merge, which adds adapters to it: give both or none")
-
-
 def _write(
     checkpoint: GivenCheckpoint, manifest: Manifest, output: Path, options: argparse.Namespace, tokenizer: Path | None
 ) -> None:
     hf_config = config_of(checkpoint.path, manifest)
     adapter, base, added = adapter_of(checkpoint.path, manifest), None, None
-    _refuse_options(checkpoint.path, options, adapter)
+    if options.merge and adapter is None:
+        raise UserError(f"--merge: checkpoint {checkpoint.path} contains no adapters: leave it out")
+    if options.base is not None and not options.merge:
+        raise UserError("--base is of --merge, which adds adapters to it: give both or none")
     with checkpoint.reader(manifest) as reader:
 
         def read(name: str) -> torch.Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from smp.data.config import DataConfig
 from smp.data.conversation import Chat, ConversationError, chat_of
-from smp.data.convert import Rows, joined, token_files
+from smp.data.convert import Format, Rows, joined, token_files
 from smp.data.pairs import encode_pair
 from smp.data.rows import Reader
 from smp.data.samples import Choice, PackedSamples
@@ -27,49 +26,33 @@ _ALL_COLUMNS = ("",)
 _CONVERSION = 4  # raised by a change that gives a conversation other tokens or labels, so that no cache is used again
 
 
-@dataclasses.dataclass(frozen=True)
-class Conversations:
-    """Format of examples that :class:`smp.data.conversation.Chat` encodes, each a row with labels, of a pair two."""
+def conversations_format(reader: Reader, tokenizer: TextTokenizer, chat: Chat, *, pairs: bool) -> Format:
+    """Return the format of examples that ``chat`` encodes, each a row with labels, of a pair two."""
+    return Format(
+        name=f"{reader.name}_{'pairs' if pairs else 'chat'}",
+        key=[_CONVERSION, tokenizer.digest, chat.template, chat.train_on],
+        dtype=token_dtype(tokenizer.vocab_size),
+        content="conversations",
+        chunks=functools.partial(reader.chunks, _ALL_COLUMNS),
+        convert=functools.partial(_rows_of, reader, tokenizer, chat, pairs),
+    )
 
-    reader: Reader
-    tokenizer: TextTokenizer
-    chat: Chat
-    pairs: bool = False
-    content = "conversations"
 
-    @property
-    def name(self) -> str:
-        """Return the first part of a token file's key."""
-        return f"{self.reader.name}_{'pairs' if self.pairs else 'chat'}"
-
-    @property
-    def key(self) -> list[Any]:
-        """Return what the tokens depend on besides the file."""
-        return [_CONVERSION, self.tokenizer.digest, self.chat.template, self.chat.train_on]
-
-    @property
-    def dtype(self) -> str:
-        """Return the number format of the ids."""
-        return token_dtype(self.tokenizer.vocab_size)
-
-    def chunks(self, file: DataFile) -> Iterator[tuple[Any, int]]:
-        """Yield the reader's chunks."""
-        return self.reader.chunks(file, _ALL_COLUMNS)
-
-    def convert(self, file: DataFile, chunk: Any) -> list[Rows]:
-        """Return the conversations of a chunk."""
-        found = []
-        for where, sample in self.reader.examples(file, chunk):
-            try:
-                encoded = encode_pair(self.chat, sample) if self.pairs else [self.chat.encode(sample)]
-            except ConversationError as error:
-                raise UserError(f"{where}: {error}") from error
-            for ids, labels in encoded:
-                if (highest := int(ids.max(initial=0))) >= self.tokenizer.limit:
-                    raise UserError(self.tokenizer.refusal(where, highest))
-                if len(ids):
-                    found.append(Rows(ids.astype(self.dtype), np.array([len(ids)]), None, labels))
-        return joined(found)
+def _rows_of(
+    reader: Reader, tokenizer: TextTokenizer, chat: Chat, pairs: bool, file: DataFile, chunk: Any
+) -> list[Rows]:
+    found = []
+    for where, sample in reader.examples(file, chunk):
+        try:
+            encoded = encode_pair(chat, sample) if pairs else [chat.encode(sample)]
+        except ConversationError as error:
+            raise UserError(f"{where}: {error}") from error
+        for ids, labels in encoded:
+            if (highest := int(ids.max(initial=0))) >= tokenizer.limit:
+                raise UserError(tokenizer.refusal(where, highest))
+            if len(ids):
+                found.append(Rows(ids.astype(token_dtype(tokenizer.vocab_size)), np.array([len(ids)]), None, labels))
+    return joined(found)
 
 
 def open_conversations(
@@ -85,12 +68,8 @@ def open_conversations(
     """Encode conversations, unless they are cached, and pack them.
 
     Args:
-        found: the files.
         words: the tokenizer; its ``limit`` is the model's vocabulary.
-        config: the settings.
-        sequence_length: tokens of a row.
         validation: whether the part to validate on is wanted.
-        what: the source, for the log.
         pairs: they are pairs of answers.
 
     Raises:
@@ -98,7 +77,7 @@ def open_conversations(
     """
     tokenizer, directory = words.hugging_face, words.folder
     chat = chat_of(tokenizer, directory, template=config.chat_template, train_on=config.train_on)
-    form, files = Conversations(found.reader, words, chat, pairs), found.files
+    form, files = conversations_format(found.reader, words, chat, pairs=pairs), found.files
     stores = token_files(files, form, what=what, cache_dir=config.data_cache_dir)
     for file, store in zip(files, stores, strict=True):
         if store.highest >= words.limit:  # encoded for a model with a larger vocabulary

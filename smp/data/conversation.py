@@ -170,18 +170,14 @@ class Chat:
     def _split_stop(self, generated: str) -> tuple[str, str]:
         """Split what a turn generates into its text and the token that ends it; white space after that is left out."""
         shown = generated.rstrip()
-        for token in self._stops:
+        stops = {*map(str, self.tokenizer.added_tokens_encoder), *self.tokenizer.all_special_tokens}
+        for token in sorted(stops, key=len, reverse=True):
             if shown.endswith(token):
                 return shown[: -len(token)], token
         raise ConversationError(
             f"the chat template ends an assistant turn with {shown[-20:]!r}, no special token: a model trained so "
             f"would not stop; give --chat_template FILE with a template that ends it with {self.tokenizer.eos_token}"
         )
-
-    @property
-    def _stops(self) -> list[str]:
-        added = [str(token) for token in self.tokenizer.added_tokens_encoder]
-        return sorted({*added, *self.tokenizer.all_special_tokens}, key=len, reverse=True)
 
     def _render(self, messages: list[Message], given: dict[str, Any], *, prompt: bool = False) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -298,8 +294,6 @@ def chat_of(tokenizer: Any, folder: str, *, template: str | None, train_on: Trai
     """Return the chat of a tokenizer.
 
     Args:
-        tokenizer: of transformers.
-        folder: it comes from, for messages.
         template: path of a file, or None for the tokenizer's own.
 
     Raises:

@@ -16,12 +16,12 @@ import signal
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import ForkServerContext
 from multiprocessing.util import get_temp_dir
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,33 +45,25 @@ class Rows(NamedTuple):
     labels: np.ndarray | None = None
 
 
-class Format(Protocol):
-    """Reads one kind of file; pickled to worker processes.
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One kind of file; pickled to worker processes.
 
     Attributes:
         name: first part of a token file's key.
+        key: what the tokens depend on besides the file.
         dtype: number format of the ids.
         content: what a file without any is said to lack.
+        chunks: yields a file's chunks, which can be pickled, each with the number of the file's bytes read so far.
+        convert: returns the rows of one of a file's chunks.
     """
 
-    @property
-    def name(self) -> str: ...  # noqa: D102
-
-    @property
-    def dtype(self) -> str: ...  # noqa: D102
-
-    @property
-    def content(self) -> str: ...  # noqa: D102
-
-    @property
-    def key(self) -> Sequence[Any]:
-        """Return what the tokens depend on besides the file."""
-
-    def chunks(self, file: DataFile) -> Iterator[tuple[Any, int]]:
-        """Yield chunks that can be pickled, each with the number of the file's bytes read so far."""
-
-    def convert(self, file: DataFile, chunk: Any) -> list[Rows]:
-        """Return the rows of a chunk."""
+    name: str
+    key: list[Any]
+    dtype: str
+    content: str
+    chunks: Callable[[DataFile], Iterator[tuple[Any, int]]]
+    convert: Callable[[DataFile, Any], list[Rows]]
 
 
 def token_files(files: list[DataFile], form: Format, *, what: str, cache_dir: str | None) -> list[TokenFile]:
@@ -79,8 +71,6 @@ def token_files(files: list[DataFile], form: Format, *, what: str, cache_dir: st
 
     Args:
         files: in the order of the data.
-        form: of all of them.
-        what: the source, for progress.
         cache_dir: see :func:`smp.data.token_cache.cached`.
 
     Raises:
@@ -163,12 +153,7 @@ class Conversion:
 
 
 class Workers:
-    """Worker processes, which end with the ``with`` block, whatever ends it, and with this process.
-
-    Args:
-        conversion: the work.
-        processes: their number.
-    """
+    """Worker processes, which end with the ``with`` block, whatever ends it, and with this process."""
 
     def __init__(self, conversion: Conversion, processes: int):
         context = worker_context(__name__)

@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 from smp.data.chat import open_conversations
 from smp.data.config import DataConfig, Split
 from smp.data.convert import end_with_parent, worker_context
-from smp.data.hf import SPLIT_NAMES
+from smp.data.hf import SPLIT_NAMES, named_files
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
 from smp.data.sampler import PADDING, samples_at, step_positions
 from smp.data.samples import PackedSamples
-from smp.data.source import find_data, find_named, open_rows
+from smp.data.source import Found, find_data, open_rows
 from smp.data.synthetic import SyntheticRows
 from smp.data.text import TextTokenizer
 from smp.errors import RunError, UserError
@@ -56,7 +56,6 @@ class BatchShape:
             data with others; None: there are none.
         tokenizer_dir: of the model, for text without --tokenizer_name_or_dir.
         pairs: conversations are pairs of answers.
-        pad_token_id: pads short rows; it is never in the loss. Default: the end-of-sequence id, or 0.
     """
 
     sequence_length: int
@@ -68,7 +67,6 @@ class BatchShape:
     seed: int
     pin_memory: bool = False
     eos_token_id: int | None = None
-    pad_token_id: int | None = None
     tokenizer_dir: str | None = None
     left_padding_misfit: str | None = None
     pairs: bool = False
@@ -150,12 +148,6 @@ def _begin_worker(_worker: int) -> None:
 def _end_worker(error: Exception, _batch: object) -> None:
     say(f"error: a data worker process cannot put a batch into shared memory: {error}")
     os._exit(NOT_SHARED)
-
-
-def _consumed(microbatches: list[Microbatch]) -> Tensor:
-    """Return the stream positions of a step's rows, without padding rows."""
-    ids = torch.cat([each["sample_ids"] for each in microbatches])
-    return ids[ids != PADDING]
 
 
 class DataPipeline:
@@ -243,7 +235,8 @@ class DataPipeline:
         for microbatch in self._served(self._loader(step)):
             microbatches.append(microbatch)
             if len(microbatches) == len(step):
-                yield StepBatch(microbatches, _consumed(microbatches))
+                ids = torch.cat([each["sample_ids"] for each in microbatches])
+                yield StepBatch(microbatches, ids[ids != PADDING])
                 microbatches = []
 
     @staticmethod
@@ -279,11 +272,6 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
     Every rank may call it at once; what has to be converted is converted by one process per cache folder. Validation
     data is read in its own order, by the training process.
 
-    Args:
-        config: the settings.
-        split: which data.
-        batch: shape of batches, and this rank's part.
-
     Raises:
         UserError: the data is missing, empty, malformed or does not fit the model; with file and line.
     """
@@ -308,7 +296,7 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
     # Where documents are masked, positions say which tokens are padding.
     if batch.left_padding_misfit is not None and not config.keeps_apart and isinstance(source, WindowRows):
         source.refuse_left_padding(batch.left_padding_misfit)
-    pad = next((each for each in (batch.pad_token_id, eos) if each is not None and each < batch.vocab_size), 0)
+    pad = eos if eos is not None and eos < batch.vocab_size else 0  # never in the loss
     collate = Collator(
         sequence_length=batch.sequence_length, pad_token_id=pad, document_end=eos if config.keeps_apart else None
     )
@@ -356,7 +344,7 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
         wanted = (chosen,) if chosen and (of_training or config.evaluate_only) else SPLIT_NAMES[part]
         # Validation reads another split than the one that is trained on.
         wanted = wanted if wanted == (chosen,) else tuple(each for each in wanted if each != chosen)
-        found = find_named(named, config.dataset_config_name, wanted)
+        found = Found(named, "Arrow", named_files(named, config.dataset_config_name, wanted), saved=True)
     elif path is not None:
         try:
             found = find_data([path], part, dataset_type=config.dataset_type, zipped=config.zipped_data)

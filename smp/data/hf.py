@@ -17,7 +17,7 @@ from smp.data.packing import BLOCK, WindowRows
 from smp.data.rows import COLUMNS, Reader, is_unread
 from smp.data.storage import ARROW, CSV, DataFile, filesystem_of, list_files, open_file, reading
 from smp.data.token_cache import IGNORED, Columns, digest_of, recorded
-from smp.errors import UserError, a_type
+from smp.errors import UserError, a_type, first_line
 from smp.json_input import MAX_JSON, strict_json
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
@@ -54,15 +54,11 @@ def _refusing(file: DataFile) -> Iterator[None]:
         raise
     except Exception as error:  # of any type, for malformed files
         raise UserError(
-            f"{file.url} is not a readable file of its kind ({_first_line(error)}); write it again"
+            f"{file.url} is not a readable file of its kind ({first_line(error)}); write it again"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def read_tables(file: DataFile, columns: tuple[str, ...]) -> Iterator[tuple[tuple[int, Any], int]]:
+def read_tables(columns: tuple[str, ...], file: DataFile) -> Iterator[tuple[tuple[int, Any], int]]:
     """Yield a file as tables: (number of rows before it, table), and the bytes of the tables so far.
 
     Args:
@@ -243,7 +239,7 @@ def named_files(name: str, config: str | None, splits: tuple[str, ...]) -> list[
         found = datasets.load_dataset(name, config, keep_in_memory=False)
     except Exception as error:  # of any type, for what is on the hub
         raise UserError(
-            f"--dataset_name {name}: {_first_line(error)}: where there is no network, load it once with "
+            f"--dataset_name {name}: {first_line(error)}: where there is no network, load it once with "
             f"datasets.load_dataset, and copy the cache folder (HF_HOME) with it"
         ) from error
     chosen = _chosen_split(f"--dataset_name {name}", [*found], splits)
@@ -296,11 +292,7 @@ def _described(path: str, name: str) -> dict[str, Any] | None:
 
 
 def _plain_names(where: str, names: Any) -> list[str]:
-    """Return ``names`` if they are a list of plain file names, without a path; they come from JSON.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Return ``names``, which come from JSON, if they are file names without a path; else raise a UserError."""
     names = names if isinstance(names, list) and names else [None]
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:

@@ -19,7 +19,7 @@ BOM = b"\xef\xbb\xbf"
 MAX_LINE = 64 << 20
 
 
-def read_lines(file: DataFile, _columns: tuple[str, ...] = ()) -> Iterator[tuple[tuple[int, bytes], int]]:
+def read_lines(_columns: tuple[str, ...], file: DataFile) -> Iterator[tuple[tuple[int, bytes], int]]:
     """Yield a file in blocks of complete lines: (number of the first line, lines), and the file's bytes read so far.
 
     Raises:
@@ -44,9 +44,6 @@ def _refuse_long(file: DataFile, number: int, block: bytes) -> None:
 
 def objects_of(file: DataFile, chunk: tuple[int, bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of lines, each with its file and line for messages, without blank lines.
-
-    Args:
-        chunk: of :func:`read_lines`.
 
     Raises:
         UserError: a line is not JSON, not UTF-8 or not an object.

@@ -48,9 +48,6 @@ class WindowRows:
     """Stored rows, each cut into windows of at most ``sequence_length`` tokens; no token is left out.
 
     Args:
-        stores: the rows.
-        sequence_length: tokens of a window.
-        fingerprint: changes with the rows.
         origins: of each of ``stores`` its file and the number of the file's rows before it, for messages.
     """
 

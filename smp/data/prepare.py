@@ -35,13 +35,7 @@ SPLITS = ("train", "validation")
 
 
 class SplitWriter:
-    """Packs tokens into rows of ``sequence_length`` and writes them in the layout of ``Dataset.save_to_disk``.
-
-    Args:
-        folder: where; made here.
-        split: its name.
-        sequence_length: tokens per row.
-    """
+    """Packs tokens into rows of ``sequence_length`` and writes them in the layout of ``Dataset.save_to_disk``."""
 
     def __init__(self, folder: Path, split: str, sequence_length: int):
         import pyarrow as pa

@@ -18,11 +18,7 @@ class Progress:
 
     Args:
         what: the source, such as "training data".
-        files: their number.
         total: their bytes, as stored.
-
-    Attributes:
-        done_files: those that are done.
     """
 
     def __init__(self, what: str, files: int, total: int):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from smp.data.convert import Rows, joined, token_files
+from smp.data.convert import Format, Rows, joined, token_files
 from smp.data.packing import WindowRows
 from smp.data.storage import DataFile
 from smp.data.text import TEXT_CONVERSION, TextTokenizer, tokenized_texts
@@ -26,18 +26,18 @@ class Reader(NamedTuple):
 
     Attributes:
         name: first part of a token file's key.
-        chunks: called with a file and the columns that are needed, the first of them in every row; yields chunks that
+        chunks: called with the columns that are needed, the first of them in every row, and a file; yields chunks that
             can be pickled, each with the number of the file's bytes read so far.
         examples: called with a file and one of its chunks; yields (file and row for messages, example).
     """
 
     name: str
-    chunks: Callable[[DataFile, tuple[str, ...]], Iterator[tuple[Any, int]]]
+    chunks: Callable[[tuple[str, ...], DataFile], Iterator[tuple[Any, int]]]
     examples: Callable[[DataFile, Any], Iterator[tuple[str, dict[str, Any]]]]
 
     def read(self, file: DataFile, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the examples of a file."""
-        for chunk, _ in self.chunks(file, columns):
+        for chunk, _ in self.chunks(columns, file):
             yield from self.examples(file, chunk)
 
 
@@ -144,70 +144,37 @@ def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
     return row[key]
 
 
-@dataclasses.dataclass(frozen=True)
-class Ids:
-    """Format of examples with ``input_ids`` below ``vocab_size``."""
-
-    reader: Reader
-    vocab_size: int
-    content = "rows"
-    key = ()
-
-    @property
-    def name(self) -> str:
-        """Return the first part of a token file's key."""
-        return self.reader.name
-
-    @property
-    def dtype(self) -> str:
-        """Return the number format of the ids."""
-        return token_dtype(self.vocab_size)
-
-    def chunks(self, file: DataFile) -> Iterator[tuple[Any, int]]:
-        """Yield the reader's chunks."""
-        return self.reader.chunks(file, COLUMNS)
-
-    def convert(self, file: DataFile, chunk: Any) -> list[Rows]:
-        """Return the rows of a chunk."""
-        found = []
-        for where, row in self.reader.examples(file, chunk):
-            ids, mask, labels = checked_row(row, where, self.vocab_size)
-            found.append(Rows(ids.astype(self.dtype), np.array([len(ids)]), mask, labels))
-        return joined(found)
+def ids_format(reader: Reader, vocab_size: int) -> Format:
+    """Return the format of examples with ``input_ids`` below ``vocab_size``."""
+    chunks = functools.partial(reader.chunks, COLUMNS)
+    return Format(
+        reader.name, [], token_dtype(vocab_size), "rows", chunks, functools.partial(_rows_of_ids, reader, vocab_size)
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class Texts:
-    """Format of examples with a text under ``text_key``, each a document."""
+def _rows_of_ids(reader: Reader, vocab_size: int, file: DataFile, chunk: Any) -> list[Rows]:
+    found = []
+    for where, row in reader.examples(file, chunk):
+        ids, mask, labels = checked_row(row, where, vocab_size)
+        found.append(Rows(ids.astype(token_dtype(vocab_size)), np.array([len(ids)]), mask, labels))
+    return joined(found)
 
-    reader: Reader
-    tokenizer: TextTokenizer
-    text_key: str
-    content = "text"
 
-    @property
-    def name(self) -> str:
-        """Return the first part of a token file's key."""
-        return f"{self.reader.name}_text"
+def texts_format(reader: Reader, tokenizer: TextTokenizer, text_key: str) -> Format:
+    """Return the format of examples with a text under ``text_key``, each a document."""
+    return Format(
+        name=f"{reader.name}_text",
+        key=[TEXT_CONVERSION, tokenizer.digest, text_key],
+        dtype=token_dtype(tokenizer.vocab_size),
+        content="text",
+        chunks=functools.partial(reader.chunks, (text_key,)),
+        convert=functools.partial(_rows_of_texts, reader, tokenizer, text_key),
+    )
 
-    @property
-    def key(self) -> list[Any]:
-        """Return what the tokens depend on besides the file."""
-        return [TEXT_CONVERSION, self.tokenizer.digest, self.text_key]
 
-    @property
-    def dtype(self) -> str:
-        """Return the number format of the ids."""
-        return token_dtype(self.tokenizer.vocab_size)
-
-    def chunks(self, file: DataFile) -> Iterator[tuple[Any, int]]:
-        """Yield the reader's chunks."""
-        return self.reader.chunks(file, (self.text_key,))
-
-    def convert(self, file: DataFile, chunk: Any) -> list[Rows]:
-        """Return the documents of a chunk."""
-        texts = ((text_of(row, self.text_key, where), where) for where, row in self.reader.examples(file, chunk))
-        return tokenized_texts(texts, self.tokenizer)
+def _rows_of_texts(reader: Reader, tokenizer: TextTokenizer, text_key: str, file: DataFile, chunk: Any) -> list[Rows]:
+    texts = ((text_of(row, text_key, where), where) for where, row in reader.examples(file, chunk))
+    return tokenized_texts(texts, tokenizer)
 
 
 def open_ids(
@@ -224,7 +191,7 @@ def open_ids(
     Raises:
         UserError: a file or one of its rows is unusable, or an id is not in the vocabulary.
     """
-    stores = token_files(files, Ids(reader, vocab_size), what=what, cache_dir=cache_dir)
+    stores = token_files(files, ids_format(reader, vocab_size), what=what, cache_dir=cache_dir)
     for file, store in zip(files, stores, strict=True):
         if max(store.highest, store.highest_label) >= vocab_size:  # converted for a model with a larger vocabulary
             for where, row in reader.read(file, COLUMNS):

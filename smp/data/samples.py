@@ -49,10 +49,6 @@ class PackedSamples:
 
     Args:
         stores: the samples, one a row, or a pair two.
-        sequence_length: tokens of a sequence.
-        fingerprint: changes with the samples.
-        choice: of the samples.
-        what: the source, for the log.
         origins: of each of ``stores`` its file, for messages.
         pairs: two consecutive rows are a sample, and stay in one sequence.
 

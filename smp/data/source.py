@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from smp.data.hf import TABLES, named_files, open_mapped, saved_files
+from smp.data.hf import TABLES, open_mapped, saved_files
 from smp.data.jsonl import LINES
 from smp.data.packing import PackedRows, WindowRows
-from smp.data.rows import COLUMNS, Reader, Texts, open_ids, refuse_unread
+from smp.data.rows import COLUMNS, Reader, open_ids, refuse_unread, texts_format
 from smp.data.storage import ARROW, CSV, GLOB_CHARACTERS, JSONL, PARQUET, TEXT, DataFile, list_files
-from smp.data.text import TextFiles, TextTokenizer, open_text
+from smp.data.text import TextTokenizer, open_text, text_files_format
 from smp.errors import UserError
 
 KINDS = {"JSON lines": JSONL, "text": TEXT, "parquet": PARQUET, "Arrow": ARROW, "CSV": CSV}
@@ -55,11 +55,6 @@ class Found:
         """
         for file in self.files:
             yield from self.reader.read(file, columns)
-
-
-def find_named(name: str, config: str | None, splits: tuple[str, ...]) -> Found:
-    """Find the files of a dataset by name; see :func:`smp.data.hf.named_files`."""
-    return Found(name, "Arrow", named_files(name, config, splits), saved=True)
 
 
 def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", zipped: bool | None = None) -> Found:
@@ -131,12 +126,10 @@ def open_rows(
     """Open the rows of files, converting first what is neither cached nor mapped.
 
     Args:
-        found: the files.
         sequence_length: most tokens per row.
         vocab_size: ids must be below it.
         tokenizer: called where the data is text.
         cache_dir: see :func:`smp.data.token_cache.cached`.
-        what: the source, for progress.
         separator: line between documents of a text file.
         text_key: key or column of a document.
 
@@ -161,14 +154,15 @@ def open_rows(
         )
     if separator and not separator.strip():
         raise UserError(f"--text_document_separator {separator!r} is of white space alone: '' is a blank line")
-    words = tokenizer()
+    words, separator = tokenizer(), separator and separator.strip()
     words.require_below(vocab_size)
-    form = (
-        TextFiles(words, separator and separator.strip())
-        if found.kind == "text"
-        else Texts(found.reader, words, text_key)
+    if found.kind == "text":
+        form = text_files_format(words, separator)
+    else:
+        form = texts_format(found.reader, words, text_key)
+    return open_text(
+        files, form, words, sequence_length=sequence_length, cache_dir=cache_dir, what=what, separator=separator
     )
-    return open_text(files, form, sequence_length=sequence_length, cache_dir=cache_dir, what=what)
 
 
 def _is_text(found: Found, text_key: str) -> bool:

@@ -76,9 +76,6 @@ class DataFile:
 def filesystem_of(url: str, **options: Any) -> tuple[Any, str]:
     """Return the fsspec file system of a path or URL, and the path inside it.
 
-    Args:
-        options: of the file system.
-
     Raises:
         UserError: the URL's scheme is unknown, or its package is not installed.
     """
@@ -112,7 +109,6 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
     A link is read as what it points to. What looks like data and is not read is logged as a warning.
 
     Args:
-        path: as the user gave it.
         extensions: those of data files in a folder, such as ``(".json", ".jsonl")``, in any case; ``.gz`` may follow
             each.
         zipped: True keeps only ``.gz`` files, False only the others, None both.
@@ -159,11 +155,7 @@ class _Entries(NamedTuple):
 
 
 def _entries(fs: Any, path: str, inner: str) -> _Entries:
-    """Return the files and folders of a path, for links what they point to, without hidden ones.
-
-    Raises:
-        UserError: nothing is there.
-    """
+    """Return what is at a path, for links what they point to, without hidden ones; raises UserError if nothing is."""
     if fs.isfile(inner):
         return _Entries([inner], [], by_name=True)
     by_name, local = not fs.isdir(inner), _is_local(fs)

@@ -14,8 +14,6 @@ class SyntheticRows:
     """Rows of uniform random tokens; each is a pure function of (seed, stream, index, position in the row).
 
     Args:
-        samples: rows per epoch.
-        sequence_length: tokens per row.
         vocab_size: ids are in [0, vocab_size).
         seed, stream: the key; streams of one seed (training, validation) share nothing.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import functools
 import hashlib
 import io
@@ -14,17 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smp.data.convert import Rows, joined, token_files
+from smp.data.convert import Format, Rows, joined, token_files
 from smp.data.packing import PackedRows
 from smp.data.storage import DataFile, open_file
 from smp.data.token_cache import digest_of, token_dtype
-from smp.errors import UserError, hub_advice
+from smp.errors import UserError, first_line, hub_advice
 
 MAX_TOKENIZER = 1 << 30  # bytes of a tokenizer's files, which are read whole
 PART = 256_000  # characters that are tokenised at once; longer documents are split at a line end
 BATCH = 1_000_000  # characters that are tokenised at once: their encodings take some hundred times as many bytes
 MOST_DOCUMENTS = 20_000  # in a batch: each costs memory beyond its characters
 TEXT_CONVERSION = 2  # raised by a change that gives a text other tokens, so that no cache is used again
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece")
 log = logging.getLogger("smp.data")
 
 
@@ -42,7 +42,7 @@ class TextTokenizer:
 
     def __init__(self, folder: str):
         root = Path(folder).expanduser()
-        files = sorted(each for each in root.glob("*") if each.is_file() and _belongs_to_tokenizer(each.name))
+        files = sorted(each for each in root.glob("*") if each.is_file() and each.name.startswith(_TOKENIZER_FILES))
         if not files:
             raise UserError(
                 f"no tokenizer in {folder}: --tokenizer_name_or_dir must be a local directory with tokenizer.json"
@@ -59,8 +59,7 @@ class TextTokenizer:
             tokenizer = AutoTokenizer.from_pretrained(str(root), trust_remote_code=False, local_files_only=True)
             was_cutting, self.prefix = _keep_documents_whole(tokenizer), prefix_of(tokenizer)
         except Exception as error:  # of any type, for malformed files
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
+            raise UserError(f"cannot load the tokenizer in {folder}: {first_line(error)}") from error
         if tokenizer.eos_token_id is None:
             raise UserError(f"the tokenizer in {folder} has no eos_token, which separates documents: set one in it")
         self._tokenizer, self.folder, self.eos_token_id = tokenizer, folder, int(tokenizer.eos_token_id)
@@ -161,19 +160,12 @@ def _keep_documents_whole(tokenizer: Any) -> bool:
     return True
 
 
-def _belongs_to_tokenizer(name: str) -> bool:
-    return name.startswith(
-        ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece")
-    )
-
-
 def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> Iterator[tuple[str, bool]]:
     """Yield documents in parts, in order.
 
     Args:
         lines: the file's lines with their ends; a long one may come in several parts.
         separator: a line that separates documents (without surrounding blanks), or None.
-        name: for messages.
 
     Yields:
         (text, ends): at most ``3 * PART`` characters, and whether its document ends there.
@@ -290,66 +282,61 @@ def tokenized_texts(texts: Iterable[tuple[str, str]], tokenizer: TextTokenizer) 
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class TextFiles:
-    """Format of text files: a file is a document, or ``separator`` lines separate several."""
+def text_files_format(tokenizer: TextTokenizer, separator: str | None) -> Format:
+    """Return the format of text files: a file is a document, or ``separator`` lines separate several."""
+    return Format(
+        name="text",
+        key=[TEXT_CONVERSION, tokenizer.digest, separator],
+        dtype=token_dtype(tokenizer.vocab_size),
+        content="text",
+        chunks=functools.partial(_batches_of, separator),
+        convert=functools.partial(_rows_of_parts, tokenizer),
+    )
 
-    tokenizer: TextTokenizer
-    separator: str | None
-    name = "text"
-    content = "text"
 
-    @property
-    def key(self) -> list[Any]:
-        """Return what the tokens depend on besides the file."""
-        return [TEXT_CONVERSION, self.tokenizer.digest, self.separator]
+def _batches_of(separator: str | None, file: DataFile) -> Iterator[tuple[list[Part], int]]:
+    return batches(read_text(file, separator))
 
-    @property
-    def dtype(self) -> str:
-        """Return the number format of the ids."""
-        return token_dtype(self.tokenizer.vocab_size)
 
-    def chunks(self, file: DataFile) -> Iterator[tuple[list[Part], int]]:
-        """Yield parts of documents."""
-        return batches(read_text(file, self.separator))
+def _rows_of_parts(tokenizer: TextTokenizer, file: DataFile, chunk: list[Part]) -> list[Rows]:
+    found = tokenized(chunk, tokenizer)
+    if (token := tokenizer.beyond(found)) is not None:
+        raise UserError(tokenizer.refusal(_line_with(tokenizer, file, token), token))
+    return found
 
-    def convert(self, file: DataFile, chunk: list[Part]) -> list[Rows]:
-        """Return the tokens of parts."""
-        found = tokenized(chunk, self.tokenizer)
-        if (token := self.tokenizer.beyond(found)) is not None:
-            raise UserError(self.tokenizer.refusal(self._line_with(file, token), token))
-        return found
 
-    def _line_with(self, file: DataFile, token: int) -> str:
-        """Return the file, with the first line whose text has the token."""
-        word = self.tokenizer.text([token]).strip().encode()
-        with open_file(file) as (content, _):
-            number = 1
-            for raw in iter(functools.partial(content.readline, PART), b""):
-                if word in raw and token in self.tokenizer([raw.decode(errors="replace")])[0]:
-                    return f"{file.url}, line {number}"
-                number += raw.endswith(b"\n")
-        return file.url
+def _line_with(tokenizer: TextTokenizer, file: DataFile, token: int) -> str:
+    """Return the file, with the first line whose text has the token."""
+    word = tokenizer.text([token]).strip().encode()
+    with open_file(file) as (content, _):
+        number = 1
+        for raw in iter(functools.partial(content.readline, PART), b""):
+            if word in raw and token in tokenizer([raw.decode(errors="replace")])[0]:
+                return f"{file.url}, line {number}"
+            number += raw.endswith(b"\n")
+    return file.url
 
 
 def open_text(
-    files: list[DataFile], form: Any, *, sequence_length: int, cache_dir: str | None, what: str = "data"
+    files: list[DataFile],
+    form: Format,
+    tokenizer: TextTokenizer,
+    *,
+    sequence_length: int,
+    cache_dir: str | None,
+    what: str = "data",
+    separator: str | None = None,
 ) -> PackedRows:
     """Tokenise files, unless they are cached, and pack all documents, in the order given.
-
-    Args:
-        files: all of one kind.
-        form: their format, with a tokenizer.
 
     Raises:
         UserError: a file is unreadable, not UTF-8, without text, or has an id that is outside the model's vocabulary.
     """
-    tokenizer = form.tokenizer
     if tokenizer.prefix:
         log.info("%s: each document begins with %s", what, tokenizer.text(tokenizer.prefix))
     stores = token_files(files, form, what=what, cache_dir=cache_dir)
-    if getattr(form, "separator", None) is not None and all(len(store.offsets) == 2 for store in stores):
-        log.warning("%s: --text_document_separator %r separates nothing: each file is a document", what, form.separator)
+    if separator is not None and all(len(store.offsets) == 2 for store in stores):
+        log.warning("%s: --text_document_separator %r separates nothing: each file is a document", what, separator)
     for file, store in zip(files, stores, strict=True):
         if store.highest >= tokenizer.limit:  # converted for a model with a larger vocabulary
             for chunk, _ in form.chunks(file):

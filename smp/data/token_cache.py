@@ -63,7 +63,6 @@ class TokenFile(Columns):
     """A memory-mapped token file. Pickles as its path, so a worker process maps the same pages.
 
     Attributes:
-        folder: its path.
         highest: largest id.
         highest_label: largest label in the loss, of labels that are not the tokens.
     """
@@ -243,7 +242,6 @@ def one_at_a_time(cache_dir: str | None, key: list[Any], what: str, done: Callab
     Args:
         cache_dir: see :func:`cached`.
         key: of the source, a list with an entry for each file.
-        what: the source's name.
         done: counts the files that are converted.
 
     Raises:

@@ -36,7 +36,6 @@ __all__ = [
     "sagemaker_hosts",
     "sagemaker_parameters",
     "started_by_us",
-    "starter",
 ]
 
 _SAGEMAKER = "SageMaker"
@@ -115,25 +114,6 @@ def read_launch(environment: Environment | None = None) -> Launch:
     launch = Launch(rank, world_size, local_rank, local_world_size, attempt, launcher)
     refuse_impossible(NamedLaunch(launch, NAMES))
     return launch
-
-
-def starter(environment: Environment | None = None) -> str:
-    """Return what started this process, for hints on what to type next.
-
-    Returns:
-        ``make`` or ``smp.launch.local`` on one host, ``torchrun`` on one host, ``python`` for one process by hand,
-        ``job`` inside a scheduler or a container's platform, or an empty string for any other launcher.
-    """
-    env = os.environ if environment is None else environment
-    if any(env.get(name) for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SM_HOSTS")):
-        return "job"
-    one_host = env.get("GROUP_WORLD_SIZE") == "1"
-    if env.get("TORCHELASTIC_RUN_ID") and one_host and "ACCELERATE_MIXED_PRECISION" not in env:
-        if not started_by_us(env):
-            return "torchrun"
-        return "make" if "MAKELEVEL" in env else "smp.launch.local"
-    # A process on its own that has joined its group has RANK and the others, too.
-    return "python" if read_launch(env) == Launch() and not env.get("TORCHELASTIC_RUN_ID") else ""
 
 
 def started_by_us(environment: Environment | None = None) -> bool:

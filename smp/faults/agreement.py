@@ -41,7 +41,6 @@ def count_later(device: torch.device, **flags: bool) -> Callable[[], dict[str, i
 
     Args:
         device: of the reduced tensor; the one that the process group's backend needs.
-        flags: this rank's.
 
     Returns:
         Function that waits for the counts and returns them.
@@ -59,6 +58,13 @@ def count(device: torch.device, **flags: bool) -> dict[str, int]:
     return count_later(device, **flags)()
 
 
+def of_all_ranks(mine: Any) -> list[Any]:
+    """Return the value of each rank, by rank; collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
 def together(action: Callable[[], T]) -> T:
     """Call ``action`` on every rank, and raise a UserError of any of them on all; collective.
 
@@ -70,9 +76,7 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except UserError as error:
         problem = str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    found = [text for text in everyone if text is not None]
+    found = [text for text in of_all_ranks(problem) if text is not None]
     if found:
         raise UserError(found[0])
     return cast(T, result)
@@ -89,8 +93,7 @@ def require_same(mine: dict[str, Any], advice: str, before: str = "") -> None:
     Raises:
         UserError: on every rank, naming the first difference from rank 0.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = of_all_ranks(mine)
     for rank, theirs in enumerate(everyone):
         for what, value in theirs.items():
             if value != (first := everyone[0].get(what, value)):

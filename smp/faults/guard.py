@@ -31,10 +31,6 @@ class Guard:
     """Entered before anything is built; :meth:`connected` follows when there is a process group.
 
     Args:
-        config: the settings.
-        launch: rank and world size.
-        device: of this rank.
-        run_dir: for logs.
         timeout: seconds to wait for other ranks.
     """
 
@@ -76,9 +72,6 @@ class Guard:
     def refuse_crash_loop(self, step: int) -> None:
         """End a job that its launcher has started again from the same step too often; collective.
 
-        Args:
-            step: where this start begins.
-
         Raises:
             RunError: on every rank.
         """
@@ -104,12 +97,7 @@ class Guard:
         return count_later(self._device, stop=self.stop.raised, interrupt=self.stop.interrupted, **flags)
 
     def verdict(self, counts: Mapping[str, int], step: int) -> int:
-        """Return 0 to go on, 75 after a request to stop, 130 after Ctrl-C.
-
-        Args:
-            counts: the same on every rank.
-            step: the last one done.
-        """
+        """Return 0 to go on, 75 after a request to stop, 130 after Ctrl-C."""
         if not counts["stop"]:
             return 0
         logger.warning(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.errors import RunError
+from smp.faults.agreement import of_all_ranks
 from smp.faults.config import FaultConfig
 from smp.log import get_logger
 
@@ -46,7 +47,6 @@ class NonFinite:
     """Policy for a step whose update would not be finite: end the run, or leave the update out.
 
     Args:
-        config: stop or skip.
         run_dir: where ``nonfinite.jsonl`` is kept, by rank 0.
     """
 
@@ -64,7 +64,6 @@ class NonFinite:
             skipped: updates left out so far, with this one.
             loss: sum of the token losses of this rank.
             grad_norm: the global one.
-            lr: of the step.
             sample_ids: stream positions that this rank has read in the step.
             parameters: see :func:`nonfinite_gradients`.
 
@@ -75,8 +74,7 @@ class NonFinite:
             "rank": dist.get_rank(), "loss": _strict(loss), "sample_ids": sample_ids[:IDS], "samples": len(sample_ids),
             "nonfinite_parameters": len(parameters), "parameters": parameters[:NAMES],
         }  # fmt: skip
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        ranks = of_all_ranks(mine)
         skip = self._config.nonfinite == "skip" and skipped <= self._config.nonfinite_budget
         what = _sentence(step, ranks)
         if dist.get_rank() == 0:

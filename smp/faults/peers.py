@@ -84,12 +84,7 @@ def process_state(pid: int) -> str:
 
 
 class Members:
-    """All ranks of the job; making it is collective, as each publishes its host and process in the store.
-
-    Args:
-        rank, size: this rank and the world size.
-        timeout: how long to wait for the others.
-    """
+    """All ranks of the job; making it is collective, as each publishes its host and process in the store."""
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         self.rank = rank
@@ -152,7 +147,6 @@ def describe_hang(
     """Name the ranks that the others wait for, in a sentence.
 
     Args:
-        members: all ranks.
         seen: the last state each has published.
         silent: ranks that publish nothing any more.
         state: describes a rank's process.

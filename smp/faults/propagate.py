@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 
 from smp.comm.wire import Unreachable, unreachable
-from smp.errors import PeerError, RankError, RunError, UserError
+from smp.errors import PeerError, RankError, RunError, UserError, first_line
 from smp.faults.peers import ANSWER_SECONDS, Members, within
 from smp.faults.watchdog import Watchdog
 from smp.runtime import launcher_serves_store
@@ -70,7 +70,7 @@ def _by_peer(watchdog: Watchdog, rank: int, error: Exception) -> PeerError | Non
         return None
     if isinstance(error, RunError):  # found by all ranks together
         return PeerError("", status=first[1])
-    what = "" if in_collective else f"; here: {type(error).__name__}: {_first_line(error)}"
+    what = "" if in_collective else f"; here: {type(error).__name__}: {first_line(error)}"
     return PeerError(
         f"rank {rank}: ended in {activity}, as rank {first[0]} has failed and said why{what}", status=first[1]
     )
@@ -85,16 +85,12 @@ def _of_another_host(watchdog: Watchdog, rank: int, lost: Unreachable, error: Ex
     if lost.silent:
         return (
             f"rank {rank}: no answer from {who} in {watchdog.activity}: it hangs, or its host or the network is gone "
-            f"({_first_line(error)}); {ranks}"
+            f"({first_line(error)}); {ranks}"
         )
     return (
         f"rank {rank}: lost {who} in {watchdog.activity}: the connection is broken, as where a process or its host has "
         f"ended; {ranks}"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 @contextlib.contextmanager
@@ -122,5 +118,5 @@ def failing_together(watchdog: Watchdog, rank: int) -> Iterator[None]:
             watchdog.leave(theirs.status, _SURVIVOR_SECONDS, str(theirs))
             raise theirs from error
         where = f"rank {rank} failed in {watchdog.activity}"
-        watchdog.leave(1, _END_SECONDS, f"error: {where}: {type(error).__name__}: {_first_line(error)}")
+        watchdog.leave(1, _END_SECONDS, f"error: {where}: {type(error).__name__}: {first_line(error)}")
         raise

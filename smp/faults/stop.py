@@ -34,9 +34,6 @@ class StopRequest:
 
     Attributes:
         signal: the number of the first signal, or None.
-
-    Args:
-        rank: for messages.
     """
 
     def __init__(self, rank: int):

@@ -31,7 +31,6 @@ class Watchdog:
     """Heartbeat and timeout of this rank; see the module.
 
     Args:
-        rank: this rank.
         timeout: seconds in one phase after which the run ends; 0: no limit.
         operations: the latest collective of every rank, by group, for the report.
     """

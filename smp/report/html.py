@@ -41,8 +41,6 @@ def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], *, numbers: Iterab
     """Return a table that scrolls sideways where the screen is narrow.
 
     Args:
-        head: titles of the columns.
-        rows: cells.
         numbers: columns that are aligned to the right.
     """
     right = set(numbers)

@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Callable
 from importlib.resources import files
 
 from smp import __version__
 from smp.report import sections, summary
 from smp.report.html import Html, join, text
-from smp.report.run_files import RunFiles, finite
+from smp.report.run_files import RunFiles
 
-SECTIONS = (
-    ("Curves", "curves"), ("Time", "time"), ("Memory", "memory"), ("Checkpoints", "checkpoints"),
-    ("Starts and resumes", "starts"), ("Settings", "settings"), ("Environment", "environment"), ("Events", "events"),
-)  # fmt: skip
+SECTIONS: tuple[tuple[str, str, Callable[[RunFiles], Html]], ...] = (
+    ("Curves", "curves", summary.curves),
+    ("Time", "time", sections.time_by_phase),
+    ("Memory", "memory", sections.memory),
+    ("Checkpoints", "checkpoints", sections.checkpoints),
+    ("Starts and resumes", "starts", sections.starts),
+    ("Settings", "settings", sections.settings),
+    ("Environment", "environment", sections.environment),
+    ("Events", "events", sections.events),
+)
 
 
 def render(run: RunFiles, *, now: datetime.datetime) -> str:
     """Return the page of a run, one HTML document that needs nothing else.
 
     Args:
-        run: its files.
         now: the time that the page gives as its own.
     """
-    steps = (finite(attempt.start.get("step")) for attempt in run.attempts[1:])
-    marks = sorted({int(step) for step in steps if step})[-200:]
-    body = {
-        "curves": summary.curves(run, marks),
-        "time": sections.time_by_phase(run),
-        "memory": sections.memory(run),
-        "checkpoints": sections.checkpoints(run),
-        "starts": sections.starts(run),
-        "settings": sections.settings(run),
-        "environment": sections.environment(run),
-        "events": sections.events(run),
-    }
     kind, word, sentence = summary.state(run)
-    links = join(Html(f'<a href="#{key}">{text(title)}</a>') for title, key in SECTIONS)
-    parts = join(Html(f'<section id="{key}"><h2>{text(title)}</h2>{body[key]}</section>') for title, key in SECTIONS)
+    links = join(Html(f'<a href="#{key}">{text(title)}</a>') for title, key, _ in SECTIONS)
+    parts = join(
+        Html(f'<section id="{key}"><h2>{text(title)}</h2>{section(run)}</section>') for title, key, section in SECTIONS
+    )
     written = ""
     if run.written is not None:
         last = datetime.datetime.fromtimestamp(run.written, datetime.UTC)

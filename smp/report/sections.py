@@ -171,9 +171,9 @@ def _differences(before: dict[str, Any], now: dict[str, Any], said: list[str]) -
     return found
 
 
-def _few(names: Iterable[str], most: int = 4) -> str:
+def _few(names: Iterable[str]) -> str:
     shown = sorted(names)
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 
 def starts(run: RunFiles) -> Html:

@@ -90,14 +90,12 @@ def tiles(run: RunFiles) -> Html:
     return tag("dl", *(tag("div", tag("dt", t), tag("dd", v), tag("small", n)) for t, v, n in found), cls="tiles")
 
 
-def curves(run: RunFiles, marks: list[int]) -> Html:
-    """Return a picture of the metrics; a sentence where there is none.
-
-    Args:
-        marks: steps at which the run was resumed.
-    """
+def curves(run: RunFiles) -> Html:
+    """Return a picture of the metrics, with the steps at which the run was resumed; a sentence where there is none."""
     if not (run.train or run.validation):
         return tag("p", "No step has been logged yet.", cls="empty")
+    steps = (finite(attempt.start.get("step")) for attempt in run.attempts[1:])
+    marks = sorted({int(step) for step in steps if step})[-200:]
     train, validation = ([_drawn(line) for line in lines] for lines in (run.train, run.validation))
     picture = io.BytesIO()
     try:

@@ -201,11 +201,7 @@ def _lay_out(config: TrainConfig, launch: Launch) -> Mesh:
 
 
 def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
-    """Open the pipelines of both splits.
-
-    Raises:
-        ConfigError: with every problem of either.
-    """
+    """Open the pipelines of both splits; raises ConfigError with every problem of either."""
     problems, config = Problems(), job.config
     train = validation = None
     if not config.data.evaluate_only:

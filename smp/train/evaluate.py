@@ -7,9 +7,8 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from smp.checkpoint.fetch import locate
-from smp.checkpoint.layout import LATEST, choose_checkpoint
-from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
+from smp.checkpoint.layout import LATEST
+from smp.checkpoint.local import common_start, refuse_other_kinds
 from smp.checkpoint.remote import RemoteCheckpoint
 from smp.checkpoint.restore import Damaged, check_architecture, restore_model
 from smp.errors import UserError
@@ -22,7 +21,14 @@ from smp.runtime import process_group
 from smp.train.checked_job import CheckedJob, planned_batch
 from smp.train.metrics import json_line, validation_record
 from smp.train.reference import expect_references, give_references
-from smp.train.start import prepare_device, read_usable, require_agreement, search_for
+from smp.train.start import (
+    locate_wanted,
+    named_checkpoint,
+    prepare_device,
+    read_usable,
+    require_agreement,
+    search_for,
+)
 from smp.train.state import Start, TrainState
 from smp.train.validation import Validation, validate
 
@@ -81,27 +87,17 @@ def _candidate(job: CheckedJob, enter: Callable[[str], None], damaged: Damaged) 
     Raises:
         UserError: on every rank; it is of another model or kind, or there is none.
     """
-    settings = job.config.checkpoint
-    wanted = locate(job.storages, settings.resume_from_checkpoint, job.model.name, damaged=damaged)
-    if isinstance(wanted, RemoteCheckpoint):
-        wanted.store.advance = lambda _: enter("start")
-    if wanted == LATEST and settings.is_local:
-        chosen: Path | RemoteCheckpoint | None = together(
-            lambda: common_start(job.checkpoint_dirs, job.model.name, damaged)
-        )
-    else:
-        chosen = together(functools.partial(_chosen, job, wanted, damaged))
-    start = together(functools.partial(_resolve, job, chosen))
+    wanted = locate_wanted(job, enter, damaged)
+
+    def choose() -> Path | RemoteCheckpoint | None:
+        if wanted == LATEST and job.config.checkpoint.is_local:
+            return common_start(job.checkpoint_dirs, job.model.name, damaged)
+        return None if wanted is None else named_checkpoint(job, damaged, wanted)
+
+    chosen = together(choose)
+    start = together(lambda: _resolve(job, chosen))
     require_agreement(job, start)
     return start
-
-
-def _chosen(job: CheckedJob, wanted: str | RemoteCheckpoint | None, damaged: Damaged) -> Path | RemoteCheckpoint | None:
-    if wanted is None or isinstance(wanted, RemoteCheckpoint):
-        return wanted
-    if wanted != LATEST and job.config.checkpoint.is_local:
-        wanted = str(own_checkpoint(Path(wanted), job.launch.rank, job.launch.world_size))
-    return choose_checkpoint(wanted, job.checkpoint_dirs, job.model.name, damaged=damaged)
 
 
 def _resolve(job: CheckedJob, checkpoint: Path | RemoteCheckpoint | None) -> Start:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from smp.errors import ConfigError, PeerError, RankError, RunError, UserError, limit_reached
+from smp.errors import ConfigError, PeerError, RankError, RunError, UserError, first_line, limit_reached
 from smp.faults.guard import Guard
 from smp.faults.stop import INTERRUPTED
 from smp.log import begin_line, redact
@@ -64,7 +64,7 @@ def run_to_end(job: CheckedJob, guard: Guard, run: Callable[[], int]) -> int:
             print(f"error: rank {job.launch.rank} failed in {guard.watchdog.activity}:", file=sys.stderr)
             traceback.print_exception(error)
             return 1
-        failure, tables = (str(error).splitlines() or [type(error).__name__])[0], getattr(error, "__notes__", [])
+        failure, tables = first_line(error), getattr(error, "__notes__", [])
     print_out_of_memory(job, failure, tables)  # after the error is gone, with the frames that hold the memory
     return 1
 

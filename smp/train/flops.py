@@ -44,7 +44,6 @@ def model_flops_per_token(
     weight, which has no gradient, and 6 for each that is trained beside it.
 
     Args:
-        hf_config: config of a supported family.
         sequence_length: tokens that attend to each other.
         add: adds the techniques' parameters, and freezes what they freeze.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import shutil
@@ -16,62 +15,51 @@ from smp.models.weight_files import ADAPTER_CONFIG
 DEMO = ["--config", "configs/demo.yaml"]  # what `make train` begins with
 
 
-@dataclasses.dataclass(frozen=True)
-class Results:
-    """What a run has written: only what is there is named."""
-
-    curves: Path | None
-    tensorboard: Sequence[Path]
-    final: Path | None  # the exported model
-    checkpoint: Path | None = None  # a sharded one
-
-
-def next_commands(started: str, launch: Launch, found: Results, *, max_steps: int, resumes: bool) -> Iterator[str]:
-    """Yield the lines: where the curves are, how to train on, how to export, how to finetune.
+def next_commands(
+    launch: Launch,
+    *,
+    curves: Path | None,
+    tensorboard: Sequence[Path],
+    final: Path | None,
+    checkpoint: Path | None,
+    max_steps: int,
+    resumes: bool,
+) -> Iterator[str]:
+    """Yield the lines: where the curves are, how to train on, how to export, how to finetune; only what is there.
 
     Args:
-        started: what ``smp.environment.starter`` returns.
-        launch: ranks and world size.
-        found: what there is to look at.
-        max_steps: to train on to.
+        final: the exported model.
+        checkpoint: a sharded one.
         resumes: whether the same settings resume this run anyway.
     """
     given = sys.argv[1:]
-    make = started == "make" and given[: len(DEMO)] == DEMO
     activated = shutil.which("python") == sys.executable
-    locations = [shown(found.curves)] if found.curves else []
-    if found.tensorboard:
-        tensorboard = "tensorboard" if activated else shown(Path(sys.executable).with_name("tensorboard"))
-        locations.append(shlex.join([tensorboard, "--logdir", shown(found.tensorboard[0])]))
+    locations = [shown(curves)] if curves else []
+    if tensorboard:
+        program = "tensorboard" if activated else shown(Path(sys.executable).with_name("tensorboard"))
+        locations.append(shlex.join([program, "--logdir", shown(tensorboard[0])]))
     if locations:
         yield f"curves:    {', or '.join(locations)}"
-    more = [] if resumes else ["--resume_from_checkpoint", "latest"]
-    kept = without(given[len(DEMO) :], "--max_steps") if make else []
-    further = shlex.join([*kept, "--max_steps", str(max_steps), *more])
-    processes = "" if launch.world_size == 2 else f" NPROC={launch.world_size}"
-    same = "the same job" if started == "job" else "the same command"
-    yield "train on:  " + (f'make train{processes} ARGS="{further}"' if make else f"{same} with {further}")
+    more = ["--max_steps", str(max_steps), *([] if resumes else ["--resume_from_checkpoint", "latest"])]
+    if given[: len(DEMO)] == DEMO:
+        processes = "" if launch.world_size == 2 else f" NPROC={launch.world_size}"
+        further = shlex.join([*without(given[len(DEMO) :], "--max_steps"), *more])
+        yield f'train on:  make train{processes} ARGS="{further}"'
+    else:
+        yield f"train on:  the same command with {shlex.join(more)}"
     python = "python" if activated else _word(Path(sys.executable))
-    if found.final is not None and (found.final / ADAPTER_CONFIG).exists():
-        return
-    if found.final is None:
-        if found.checkpoint is not None:
-            output = found.checkpoint.parent.parent / "final"
-            yield f"export:    {python} -m smp export {_word(found.checkpoint)} {_word(output)}"
-        return
-    script = Path(sys.argv[0])
-    program = "-m smp.train" if script == Path(__file__).with_name("__main__.py") else _word(script)
-    local = f"{python} -m smp.launch.local --nproc_per_node {launch.world_size} {program}"
-    commands = {
-        "make": local,
-        "smp.launch.local": local,
-        "torchrun": f"torchrun --nproc_per_node {launch.world_size} {program}",
-        "python": f"{python} {program}",
-    }
-    yield (
-        f"finetune:  {commands.get(started, 'a job like this one,')} "
-        f"--hf_pretrained_model_name_or_dir {_word(found.final)} --training_dir DATA --output_dir runs/finetuned"
-    )
+    if final is None:
+        if checkpoint is not None:
+            output = checkpoint.parent.parent / "final"
+            yield f"export:    {python} -m smp export {_word(checkpoint)} {_word(output)}"
+    elif not (final / ADAPTER_CONFIG).exists():
+        job = f"{python} -m smp.launch.local --nproc_per_node {launch.world_size} -m smp.train"
+        if launch.local_world_size < launch.world_size:
+            job = "a job like this one,"
+        yield (
+            f"finetune:  {job} --hf_pretrained_model_name_or_dir {_word(final)} --training_dir DATA "
+            f"--output_dir runs/finetuned"
+        )
 
 
 def without(words: Sequence[str], flag: str) -> list[str]:

@@ -39,7 +39,6 @@ def append(run_dir: Path, event: str, **values: Any) -> None:
     """Add a line to the history, with its time and without secrets; a full disk is only a warning.
 
     Args:
-        run_dir: that of the run.
         event: ``start``, ``end`` or ``memory``.
         values: its other keys, of JSON's types.
     """
@@ -75,9 +74,6 @@ def recorded(
     """Write a start, and the end of what is done inside, on rank 0; nothing elsewhere.
 
     Args:
-        job: of the run.
-        start: where it begins.
-        state: its progress, as it grows.
         guard: knows the hosts, and the seconds of each phase.
         changes: what differs from the run that wrote the checkpoint.
 

@@ -70,7 +70,6 @@ def lr_at(config: LRConfig, step: int, *, max_steps: int) -> float:
     min_lr, and so do all after it.
 
     Args:
-        config: the settings.
         step: optimizer updates already done.
         max_steps: the run's length in updates; the horizon where ``lr_decay_iters`` gives none.
 

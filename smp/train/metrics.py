@@ -79,13 +79,11 @@ class MetricsLogger:
     """Reports a run on rank 0.
 
     Args:
-        config: the settings.
         run_dir: the run directory; ``metrics.jsonl`` and ``tensorboard/`` go there.
         flops_per_token: model FLOPs of one token, forward and backward (``smp.train.flops``).
         sequence_length: tokens of a sample that are computed, with padding and those without a label.
         peak_flops: FLOP/s one device can do in the format computed in; None, where it is unknown, makes ``mfu`` null.
         world_size: number of devices.
-        max_steps: the run's length in updates.
         resume_from: progress at which the run resumes; lines of later steps are dropped. None: a new run, which must
             not find a ``metrics.jsonl``.
         trackers: get what ``metrics.jsonl`` gets.

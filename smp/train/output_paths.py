@@ -44,11 +44,7 @@ def storages_of(config: TrainConfig, launch: Launch, run_dir: Path, model_name: 
 
 
 def check_output(config: TrainConfig, run_dir: Path) -> None:
-    """Refuse directories that cannot be written.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    """Raise a ConfigError with every directory that cannot be written."""
     if is_url(config.run.output_dir or ""):
         raise UserError(
             f"--output_dir {config.run.output_dir} is a URL, and metrics and logs are written to a directory: give a "

@@ -158,7 +158,6 @@ class Planned:
     """A run's plan, and what is measured beside it; without a plan every method does nothing.
 
     Args:
-        job: of the run.
         first: updates done before this start.
         predicted: what :func:`predict` has returned.
     """
@@ -179,7 +178,6 @@ class Planned:
         """Profile the memory of one early step; what is compiled would run otherwise, and is not profiled.
 
         Args:
-            step: updates done.
             mark: called with each phase that has ended.
         """
         compiled = self._job.settings[ActivationConfig].compile

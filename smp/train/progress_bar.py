@@ -21,7 +21,6 @@ class ProgressBar:
     """A bar of the steps, while it is entered; log records appear above it (``smp.log``).
 
     Args:
-        total: steps of the run.
         done: steps before this start.
         wanted: False shows nothing, as on all ranks but 0.
     """

@@ -22,8 +22,8 @@ from smp.checkpoint.layout import LATEST, checkpoint_name
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
 from smp.data.text import TextTokenizer, contradiction
-from smp.environment import starter
 from smp.errors import UserError
+from smp.faults.agreement import of_all_ranks
 from smp.log import FILE_ONLY, configure_logging, get_logger
 from smp.memory.advice import advice_text
 from smp.memory.estimate import estimate_memory, memory_table
@@ -36,7 +36,7 @@ from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.checked_job import CheckedJob, batch_of_flags, changes_of, sizes
 from smp.train.curves import write_curves
 from smp.train.flops import model_flops_per_token
-from smp.train.hints import Results, next_commands, short, shown
+from smp.train.hints import next_commands, short, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.state import Start, TrainState
 from smp.train.writers import Trackers
@@ -160,7 +160,7 @@ def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float |
         degrees=job.mesh.degrees,
         model=model_entry(job.model.name, job.model.hf_config),
         run={
-            "progress": state.state_dict(),
+            "progress": dataclasses.asdict(state),
             "config": job.config.flat(),
             "data": job.train_data.fingerprint,
             "global_batch_size": start.global_batch_size,
@@ -234,14 +234,16 @@ def log_next_commands(job: CheckedJob, start: Start, step: int, final: Path | No
     saved = job.checkpoint_dirs[0] / checkpoint_name(job.model.name, step)
     latest = saved.with_name(LATEST)  # which may be a copy of an earlier one
     checkpoint = latest if latest.resolve() == saved.resolve() else saved
-    found = Results(
+    lines = next_commands(
+        job.launch,
         curves=None if failure else job.run_dir / "curves.png",
         tensorboard=job.config.logging.tensorboard_folders(job.run_dir),
         final=final,
         checkpoint=checkpoint if saved.exists() and not job.config.checkpoint.is_local else None,
+        max_steps=2 * step,
+        resumes=job.config.checkpoint.resume_from_checkpoint == LATEST,
     )
-    resumes = job.config.checkpoint.resume_from_checkpoint == LATEST
-    for line in next_commands(starter(), job.launch, found, max_steps=2 * step, resumes=resumes):
+    for line in lines:
         logger.info("  %s", line)
 
 
@@ -256,10 +258,6 @@ def profile_step(
     record: Callable[[str], None],
 ) -> Iterator[Callable[[str], None]]:
     """Profile the memory of a step, if that is asked for, and log it by category; collective for all ranks.
-
-    Args:
-        step: updates done.
-        record: the memory tracker's.
 
     Yields:
         The function that the step calls with each phase that has ended; ``record`` where nothing is asked for.
@@ -298,8 +296,7 @@ def _log_memory(job: CheckedJob, profile: MemoryProfile, step: int) -> None:
         except (UserError, OSError) as error:
             logger.info("No memory_timeline.png: %s", error)
     if job.config.logging.memory_profiling_all_ranks:
-        peaks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(peaks, profile.peak())
+        peaks = of_all_ranks(profile.peak())
         logger.info("Memory by category of every rank at its peak, in MiB:\n%s", rank_table(peaks))
 
 

@@ -65,7 +65,7 @@ def resolve(job: CheckedJob, checkpoint: Path | RemoteCheckpoint | None) -> Star
     limits = [run.max_steps] if run.max_steps else []
     if run.epochs:
         limits.append(-(-run.epochs * job.train_data.samples_per_epoch // size))
-    progress = TrainState.from_state_dict(saved.run["progress"]) if saved else TrainState()
+    progress = TrainState(**saved.run["progress"]) if saved else TrainState()
     return Start(checkpoint, saved, progress, size, min(limits, default=DEFAULT_MAX_STEPS))
 
 
@@ -96,14 +96,32 @@ def agree_on_start(job: CheckedJob, enter: Callable[[str], None], damaged: Damag
         together(functools.partial(choose_start, job, set(), LATEST))  # for what it refuses
         chosen: Path | RemoteCheckpoint | None = _common_start(job, damaged)
     else:
-        wanted = locate(job.storages, settings.resume_from_checkpoint, job.model.name, damaged=damaged)
-        if isinstance(wanted, RemoteCheckpoint):
-            wanted.store.advance = lambda _: enter("start")
+        wanted = locate_wanted(job, enter, damaged)
         chosen = together(functools.partial(choose_start, job, damaged, wanted))
-        asking_together(functools.partial(_refuse_remote, job, chosen, latest=latest))
+        own = _is_own(job, chosen)
+        asking_together(lambda: refuse_remote(job.storages, job.model.name, chosen, own=own, latest=latest))
     start = together(functools.partial(resolve, job, chosen))
     require_agreement(job, start)
     return start
+
+
+def locate_wanted(job: CheckedJob, enter: Callable[[str], None], damaged: Damaged) -> str | RemoteCheckpoint | None:
+    """Return what to resume from, the checkpoint itself if it is at a URL, and have ``enter`` called while it comes."""
+    wanted = locate(job.storages, job.config.checkpoint.resume_from_checkpoint, job.model.name, damaged=damaged)
+    if isinstance(wanted, RemoteCheckpoint):
+        wanted.store.advance = lambda _: enter("start")
+    return wanted
+
+
+def named_checkpoint(
+    job: CheckedJob, damaged: Damaged, wanted: str | RemoteCheckpoint | None, *, others: str = "--output_dir"
+) -> Path | RemoteCheckpoint | None:
+    """Return this rank's checkpoint that ``wanted`` names; arguments and errors as of :func:`choose_checkpoint`."""
+    if isinstance(wanted, RemoteCheckpoint):
+        return wanted
+    if job.config.checkpoint.is_local and wanted not in (None, LATEST):
+        wanted = str(own_checkpoint(Path(wanted), job.launch.rank, job.launch.world_size))
+    return choose_checkpoint(wanted, job.checkpoint_dirs, job.model.name, damaged=damaged, others=others)
 
 
 def restore_start(
@@ -129,10 +147,6 @@ def _common_start(job: CheckedJob, damaged: Damaged) -> Path | None:
     return chosen
 
 
-def _refuse_remote(job: CheckedJob, chosen: Path | RemoteCheckpoint | None, *, latest: bool) -> None:
-    refuse_remote(job.storages, job.model.name, chosen, own=_is_own(job, chosen), latest=latest)
-
-
 def _is_own(job: CheckedJob, chosen: Path | RemoteCheckpoint | None) -> bool:
     """Tell whether a checkpoint is of this run: in one of its directories, or at one of its URLs."""
     if isinstance(chosen, RemoteCheckpoint):
@@ -156,12 +170,7 @@ def choose_start(
     shared = [directory.parent if settings.is_local else directory for directory in directories]
     refuse_other_kinds(shared, job.launch.world_size, local=settings.is_local)
     others = "--output_dir and --checkpoint_dir" if settings.checkpoint_dir else "--output_dir"
-    if isinstance(wanted, RemoteCheckpoint):
-        chosen: Path | RemoteCheckpoint | None = wanted
-    else:
-        if settings.is_local and wanted not in (None, LATEST):
-            wanted = str(own_checkpoint(Path(wanted), job.launch.rank, job.launch.world_size))
-        chosen = choose_checkpoint(wanted, directories, job.model.name, damaged=damaged, others=others)
+    chosen = named_checkpoint(job, damaged, wanted, others=others)
     if chosen is not None and _is_own(job, chosen):
         if settings.reset_progress:
             raise UserError(
@@ -217,11 +226,7 @@ def _is_job(manifest: Manifest) -> bool:
 
 
 def _check_script(path: Path | RemoteCheckpoint, manifest: Manifest, *, reset: bool) -> None:
-    """Refuse a script's checkpoint of another optimizer, or without ``--reset_progress 1``.
-
-    Raises:
-        UserError: naming the alternative.
-    """
+    """Raise a UserError for a script's checkpoint of another optimizer, or without ``--reset_progress 1``."""
     optimizer = manifest.run["optimizer"].get("class")
     if optimizer != "AdamW":
         raise UserError(
@@ -247,7 +252,7 @@ def read_saved(path: Path | RemoteCheckpoint, *, local: bool, reset: bool) -> Ma
     manifest = read_usable(path, local=local)
     if is_script(manifest.run):
         _check_script(path, manifest, reset=reset)
-    return dataclasses.replace(manifest, run={"progress": TrainState().state_dict()}) if reset else manifest
+    return dataclasses.replace(manifest, run={"progress": dataclasses.asdict(TrainState())}) if reset else manifest
 
 
 def read_usable(path: Path | RemoteCheckpoint, *, local: bool) -> Manifest:

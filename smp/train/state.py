@@ -23,15 +23,6 @@ class TrainState:
     tokens: int = 0
     skipped: int = 0
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the numbers as JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, int]) -> TrainState:
-        """Build the state from what :meth:`state_dict` returned."""
-        return cls(**state)
-
 
 @dataclasses.dataclass(frozen=True)
 class Start(Candidate):

@@ -81,11 +81,6 @@ class StepResult:
         others = [each.to(total) for each in (self.grad_norm, self.valid, self.divisor)]
         return torch.stack([self.sums[0], *others, *total])
 
-    @property
-    def tokens(self) -> int:
-        """Valid tokens of the whole global batch; waits for the device."""
-        return int(self.valid)
-
     def loss(self) -> float:
         """Return the mean loss over the global batch's valid tokens; collective, and waits for the device."""
         _, _, _, divisor, total, *_ = self.numbers(over_all_ranks=True).tolist()
@@ -109,7 +104,6 @@ def train_step(
     The device leaves the update out where the gradients are not finite, or no token of the batch is valid.
 
     Args:
-        model: the prepared model.
         optimizer: a fused AdamW.
         batch: this data rank's micro-batches.
         setup: the model's, on a joined mesh.

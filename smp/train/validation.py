@@ -34,8 +34,6 @@ def validate(job: CheckedJob, model: nn.Module, setup: Setup, *, enter: Callable
     """Return the loss on the first ``validation_batches``, or on all with ``evaluate_only``; collective.
 
     Args:
-        job: of the run, with its validation data.
-        model: the prepared model.
         setup: the model's, on a joined mesh.
         enter: called after each batch, for the watchdog.
     """

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smp.log import get_logger, redact
+from smp.errors import first_line
+from smp.log import get_logger, redact, redacted
 
 logger = get_logger(__name__)
 
@@ -82,9 +83,6 @@ class Trackers:
 
     Args:
         names: as in ``accelerate.tracking``; none makes an object that does nothing.
-        project: to which the run belongs.
-        run_name: of the run in its project.
-        config: every setting by name.
         run_dir: for a tracker that asks for a folder.
     """
 
@@ -94,11 +92,11 @@ class Trackers:
         *,
         project: str = "",
         run_name: str = "",
-        config: Mapping[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
         run_dir: Path | None = None,
     ):
         self._names, self._project, self._run_name, self._run_dir = names, project, run_name, run_dir
-        self._config = {name: _redacted(value) for name, value in (config or {}).items()}
+        self._config = redacted(config or {})
         self._feeds: dict[str, tuple[threading.Thread, queue.Queue[dict[str, Any] | None]]] = {}
         self._warned: set[str] = set()
 
@@ -166,7 +164,7 @@ class Trackers:
         try:
             return call()
         except Exception as error:
-            self._warn(name, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            self._warn(name, f"{type(error).__name__}: {first_line(error)}")
             return None
 
     def _warn(self, name: str, reason: str) -> None:
@@ -178,10 +176,3 @@ class Trackers:
 def _curve(key: str) -> str:
     """Return a tracker's name for a key of ``metrics.jsonl``."""
     return f"val/{key.removeprefix('val_')}" if key.startswith("val_") else f"train/{key}"
-
-
-def _redacted(value: Any) -> Any:
-    """Redact a setting's text, or each text of a list."""
-    if isinstance(value, list):
-        return [_redacted(item) for item in value]
-    return redact(value) if isinstance(value, str) else value

@@ -37,7 +37,7 @@ def test_a_disk_that_has_room_for_bytes_and_none_for_files_is_told(tmp_path, mon
     statvfs = os.statvfs(tmp_path)
     free = (*statvfs[:4], 10**6, 10**6, 0, 0, *statvfs[8:])  # of many, none
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(free))
-    said = str(attempt(full, tmp_path, 1))
+    said = str(attempt(full, (tmp_path, 1)))
     assert said == f"No space left on device: the file system of {tmp_path} has no inodes left (df -i): delete files"
 
 

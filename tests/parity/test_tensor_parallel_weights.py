@@ -289,7 +289,7 @@ class KeepAlive:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.seen: list[weakref.ref] = []
         self.most = 0
-        real = hf_export._full
+        real = hf_export.full_tensor
 
         def gathered(parameter):
             whole = real(parameter)
@@ -299,7 +299,7 @@ class KeepAlive:
             self.most = max(self.most, len(self.seen))
             return whole
 
-        monkeypatch.setattr(hf_export, "_full", gathered)
+        monkeypatch.setattr(hf_export, "full_tensor", gathered)
 
 
 def _export(folder, names, layouts):

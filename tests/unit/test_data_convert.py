@@ -20,7 +20,7 @@ from filelock import FileLock
 from data.sample.build import HERE
 from smp.data import convert, jsonl, progress, text, token_cache
 from smp.data.convert import Rows, token_files
-from smp.data.rows import Ids
+from smp.data.rows import ids_format
 from smp.data.source import find_data, open_rows
 from smp.data.storage import list_files
 from smp.data.text import TextTokenizer
@@ -163,7 +163,7 @@ def test_the_first_error_in_the_datas_order_is_told(tmp_path, cores):
         (found.files[1:], "c.jsonl, line 21: token"),
     ):
         with pytest.raises(UserError, match=words):
-            token_files(kept, Ids(jsonl.LINES, 64), what="data", cache_dir=str(tmp_path / "cache"))
+            token_files(kept, ids_format(jsonl.LINES, 64), what="data", cache_dir=str(tmp_path / "cache"))
     assert not list((tmp_path / "cache").glob("*.partial"))
 
 

@@ -12,7 +12,7 @@ import pytest
 from data.sample.build import HERE
 from smp.data import text as module
 from smp.data.storage import list_files
-from smp.data.text import TextFiles, TextTokenizer, contradiction, open_text, read_documents
+from smp.data.text import TextTokenizer, contradiction, open_text, read_documents, text_files_format
 from smp.errors import UserError
 
 TOKENIZER = HERE / "tokenizer"
@@ -26,7 +26,8 @@ def tokenizer():
 
 def open_all(path, cache, tokenizer, width=8, separator=None):
     files = list_files(str(path), extensions=(".txt",))
-    return open_text(files, TextFiles(tokenizer, separator), sequence_length=width, cache_dir=str(cache))
+    form = text_files_format(tokenizer, separator)
+    return open_text(files, form, tokenizer, sequence_length=width, cache_dir=str(cache), separator=separator)
 
 
 def ids_of(source):

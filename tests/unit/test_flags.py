@@ -29,9 +29,8 @@ import tests.unit.test_flags_model
 import tests.unit.test_plan_ledger
 import tests.unit.test_trackers  # noqa: F401
 import train_lib
-from smp.checkpoint import background, saver
+from smp.checkpoint import background, saver, writer
 from smp.checkpoint.hf_export import export_hf
-from smp.checkpoint.read_back import ReadBack
 from smp.config import Settings
 from smp.errors import UserError
 from smp.mesh import resolve_mesh
@@ -347,9 +346,9 @@ def test_ways_of_saving(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trainer, "validate", lambda *_, **__: validation.Validation(next(losses), 1, 1))
     every = ["--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--validation_freq", 1]
     assert names(train([*every, "--keep_best", 1], tmp_path / "f", steps=3)) == ["llama_v2-1steps", "llama_v2-3steps"]
-    reads: list[int] = []
-    compare = ReadBack.compare
-    monkeypatch.setattr(ReadBack, "compare", lambda back, written: reads.append(written.size) or compare(back, written))
+    reads: list[pathlib.Path] = []
+    digest_of = writer.digest_of
+    monkeypatch.setattr(writer, "digest_of", lambda path, **how: reads.append(path) or digest_of(path, **how))
     for words in (["--read_back", "never"], []):
         train([*words, "--checkpoint_type", "async_sharded", "--checkpoint_freq", 1], tmp_path / f"g{len(words)}")
     assert len(reads) == 1  # the first of two steps; the last one is saved in the foreground

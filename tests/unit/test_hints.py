@@ -1,4 +1,3 @@
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -8,43 +7,21 @@ import pytest
 
 import smp.train
 from smp.checkpoint.config import CheckpointConfig
-from smp.environment import Launch, starter
+from smp.environment import Launch
 from smp.train import report
-from smp.train.hints import Results, next_commands, short, without
-
-ELASTIC = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
-OURS = ELASTIC | {"TORCHELASTIC_RUN_ID": str(os.getppid())}
-OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")} | {
-    f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")
-}
+from smp.train.hints import next_commands, short, without
 
 
-@pytest.mark.parametrize(
-    ("env", "name"),
-    [
-        ({}, "python"),
-        (OURS, "smp.launch.local"),
-        (OURS | {"MAKELEVEL": "1"}, "make"),
-        (ELASTIC | {"TORCHELASTIC_RUN_ID": "none", "MAKELEVEL": "1"}, "torchrun"),
-        (ELASTIC | {"TORCHELASTIC_RUN_ID": "none", "ACCELERATE_MIXED_PRECISION": "no"}, ""),
-        (OURS | {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, ""),  # two hosts
-        (OURS | {"SLURM_JOB_ID": "7"}, "job"),
-        (OURS | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "job"),
-        (ELASTIC, ""),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "python"),  # in its own group
-        (OPEN_MPI, ""),
-    ],
-)
-def test_what_started_the_job_is_read_from_what_it_leaves(env, name):
-    assert starter(env) == name
+def results(curves=None, tensorboard=(), final=None, checkpoint=None):
+    return {"curves": curves, "tensorboard": tensorboard, "final": final, "checkpoint": checkpoint}
 
 
-def hints(monkeypatch, started, *words, processes=2, resumes=False, found=None):
+def hints(monkeypatch, *words, processes=2, hosts=1, resumes=False, found=None):
     monkeypatch.setattr(sys, "argv", [str(Path(smp.train.__file__).with_name("__main__.py")), *words])
     monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: sys.executable)
-    launch = Launch(0, processes, 0, processes)
-    found = found or Results(Path("/r/curves.png"), [Path("/r/tensorboard")], Path("/r/final"))
-    return list(next_commands(started, launch, found, max_steps=80, resumes=resumes))
+    launch = Launch(0, processes, 0, processes // hosts)
+    found = found or results(Path("/r/curves.png"), [Path("/r/tensorboard")], Path("/r/final"))
+    return list(next_commands(launch, **found, max_steps=80, resumes=resumes))
 
 
 TUNED = "--hf_pretrained_model_name_or_dir /r/final --training_dir DATA --output_dir runs/finetuned"
@@ -52,38 +29,29 @@ TUNED = "--hf_pretrained_model_name_or_dir /r/final --training_dir DATA --output
 
 def test_make_train_is_told_its_own_command_with_the_flags_that_were_given(monkeypatch):
     words = ("--config", "configs/demo.yaml", "--max_steps", "40", "--output_dir", "runs/a b")
-    assert hints(monkeypatch, "make", *words, processes=4, resumes=True) == [
+    assert hints(monkeypatch, *words, processes=4, resumes=True) == [
         "curves:    /r/curves.png, or tensorboard --logdir /r/tensorboard",
         "train on:  make train NPROC=4 ARGS=\"--output_dir 'runs/a b' --max_steps 80\"",
         f"finetune:  python -m smp.launch.local --nproc_per_node 4 -m smp.train {TUNED}",
     ]
 
 
-@pytest.mark.parametrize(
-    ("started", "again", "program"),
-    [
-        ("make", "the same command", "python -m smp.launch.local --nproc_per_node 2 -m smp.train"),  # another makefile
-        ("smp.launch.local", "the same command", "python -m smp.launch.local --nproc_per_node 2 -m smp.train"),
-        ("torchrun", "the same command", "torchrun --nproc_per_node 2 -m smp.train"),
-        ("python", "the same command", "python -m smp.train"),
-        ("job", "the same job", "a job like this one,"),
-        ("", "the same command", "a job like this one,"),
-    ],
-)
-def test_other_starts_are_told_theirs(monkeypatch, started, again, program):
-    _, on, finetune = hints(monkeypatch, started, "--model", "llama_tiny")
-    assert on == f"train on:  {again} with --max_steps 80 --resume_from_checkpoint latest"
-    assert finetune == f"finetune:  {program} {TUNED}"
+def test_other_jobs_are_told_their_own_command(monkeypatch):
+    _, on, finetune = hints(monkeypatch, "--model", "llama_tiny")
+    assert on == "train on:  the same command with --max_steps 80 --resume_from_checkpoint latest"
+    assert finetune == f"finetune:  python -m smp.launch.local --nproc_per_node 2 -m smp.train {TUNED}"
+    *_, finetune = hints(monkeypatch, "--model", "llama_tiny", processes=4, hosts=2)
+    assert finetune == f"finetune:  a job like this one, {TUNED}"
 
 
 def test_only_what_is_there_is_named(monkeypatch):
-    (on,) = hints(monkeypatch, "python", found=Results(None, [], None))
+    (on,) = hints(monkeypatch, found=results(None, [], None))
     assert on.startswith("train on:")
 
 
 def test_a_checkpoint_is_exported_where_there_is_no_final_model(monkeypatch):
-    found = Results(None, [], None, Path("/r/checkpoints/latest"))
-    _, export = hints(monkeypatch, "python", found=found)
+    found = results(None, [], None, Path("/r/checkpoints/latest"))
+    _, export = hints(monkeypatch, found=found)
     assert export == "export:    python -m smp export /r/checkpoints/latest /r/final"
 
 
@@ -107,10 +75,10 @@ def test_a_python_that_is_not_on_the_path_is_named_whole(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/x/train/__main__.py"])  # of the user
     monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: None)
     monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
-    found = Results(None, [Path("/r/t")], Path("/r/final"))
-    curves, _, finetune = next_commands("python", Launch(), found, max_steps=2, resumes=False)
+    found = results(None, [Path("/r/t")], Path("/r/final"))
+    curves, _, finetune = next_commands(Launch(), **found, max_steps=2, resumes=False)
     assert curves == "curves:    .venv/bin/tensorboard --logdir /r/t"
-    assert finetune == f"finetune:  .venv/bin/python /x/train/__main__.py {TUNED}"
+    assert finetune == f"finetune:  .venv/bin/python -m smp.launch.local --nproc_per_node 1 -m smp.train {TUNED}"
 
 
 def test_paths_with_spaces_can_be_pasted(monkeypatch):
@@ -118,12 +86,16 @@ def test_paths_with_spaces_can_be_pasted(monkeypatch):
     monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: None)
     monkeypatch.setattr(sys, "executable", "/my x/python")
     words = []
-    for found in (Results(None, [Path("/a b/t")], Path("/a b/final")), Results(None, [], None, Path("/a b/c/latest"))):
-        lines = list(next_commands("python", Launch(), found, max_steps=2, resumes=False))
+    for found in (results(None, [Path("/a b/t")], Path("/a b/final")), results(None, [], None, Path("/a b/c/latest"))):
+        lines = list(next_commands(Launch(), **found, max_steps=2, resumes=False))
         words += [shlex.split(line.partition(":")[2]) for line in lines if not line.startswith("train on")]
     assert words == [
         ["/my x/tensorboard", "--logdir", "/a b/t"],
-        ["/my x/python", "/my x/train.py", *shlex.split(TUNED.replace("/r/final", "'/a b/final'"))],
+        [
+            "/my x/python",
+            *"-m smp.launch.local --nproc_per_node 1 -m smp.train".split(),
+            *shlex.split(TUNED.replace("/r/final", "'/a b/final'")),
+        ],
         ["/my x/python", "-m", "smp", "export", "/a b/c/latest", "/a b/final"],
     ]
 
