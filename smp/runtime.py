@@ -68,6 +68,12 @@ def end_with_launcher(launch: Launch) -> None:
     threading.Thread(target=watch, name=_LAUNCHER_WATCH, daemon=True).start()
 
 
+def local_world_size() -> int:
+    """Return the ranks of a host; all, where the process group is not of the launcher's processes."""
+    world, launch = dist.get_world_size(), read_launch()
+    return launch.local_world_size if launch.world_size == world else world
+
+
 def own_arguments(argv: Sequence[str] | None) -> list[str]:
     """Return the arguments without the local rank that ``deepspeed`` and torch's old launcher put in front.
 

@@ -71,11 +71,6 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def smallest_slot(ranks: int) -> int:
-    """Return the bytes of a slot that has 64 bytes for every rank: any element fits into that."""
-    return _round_up(64 * ranks, _PAGE)
-
-
 class Layout(NamedTuple):
     """Byte offsets in an arena.
 
@@ -92,6 +87,11 @@ class Layout(NamedTuple):
         """Return the layout of an arena of ``total`` bytes for ``size`` ranks."""
         empty = Layout(size, 0)
         return Layout(size, (total - empty.total) // (SLOTS * size))
+
+    @staticmethod
+    def with_scratch(scratch: int, size: int) -> Layout:
+        """Return the layout with so many bytes of data for each rank, or as few more as any element fits into."""
+        return Layout(size, max(scratch // SLOTS, _round_up(64 * size, _PAGE)))
 
     @property
     def counters(self) -> int:

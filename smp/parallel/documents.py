@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from smp.errors import UserError
@@ -51,6 +52,17 @@ def document_index(ids: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     """Return the number of every token's document, from 1 on, in the shape of ``ids``."""
     tokens = torch.arange(ids.numel(), dtype=bounds.dtype, device=bounds.device)
     return torch.bucketize(tokens, bounds, right=True).view(ids.shape)
+
+
+def bounds_of(positions: torch.Tensor) -> torch.Tensor:
+    """Return where documents begin in a flattened batch, and its end, ``(documents + 1,)`` int32: at rows and restarts.
+
+    Args:
+        positions: ``(batch, sequence)``.
+    """
+    starts = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0), value=True)
+    first = starts.flatten().nonzero().flatten()
+    return F.pad(first, (0, 1), value=positions.numel()).to(torch.int32)
 
 
 def mixes_tokens(model: nn.Module) -> str | None:

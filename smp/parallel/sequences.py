@@ -17,7 +17,7 @@ from smp.mesh import Mesh, Role
 from smp.microbatch import Microbatch
 from smp.parallel.attention import document_lengths
 from smp.parallel.context.batch import check_batch, cut
-from smp.parallel.documents import document_index
+from smp.parallel.documents import bounds_of, document_index
 from smp.parallel.loss import is_in_chunks, model_loss_sum
 from smp.parallel.sharding import averages_gradients
 from smp.parallel.targets import chosen_tokens
@@ -135,10 +135,7 @@ def _numbered(caller: str, batch: Mapping[str, Any]) -> Microbatch:
             found["attention_mask"] = batch["attention_mask"]
     else:
         if bounds is None:
-            restarts = (positions[:, 1:] != positions[:, :-1] + 1).to(torch.int64)
-            restarts = torch.cat([torch.ones_like(positions[:, :1]), restarts], 1)
-            first = restarts.flatten().nonzero().flatten()
-            bounds = torch.cat([first, first.new_tensor([ids.numel()])]).to(torch.int32)
+            bounds = bounds_of(positions)
         sequences = document_index(ids, bounds).to(torch.int64) - 1
         if positions is None:
             tokens = torch.arange(ids.numel(), device=ids.device).view(ids.shape)

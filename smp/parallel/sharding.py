@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from smp.comm import cuda, fsdp, gloo
-from smp.comm.arena import SLOTS, Layout, smallest_slot
+from smp.comm.arena import Layout
 from smp.comm.settings import read_settings
 from smp.config import ActivationConfig, CommConfig, ParallelConfig
 from smp.errors import UserError
@@ -375,7 +375,7 @@ def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
         gathers = parallel.cp_comm_type == "all_gather"  # gloo does the others
         roles = (mesh.shard, mesh.replicas, mesh.tp, mesh.tp, *([mesh.cp] if gathers else []), mesh.loss)
         sizes = [size for size in (*(role.size for role in roles), mesh.world_size) if size > 1]
-        arenas = sum(Layout(size, max(read_settings().scratch // SLOTS, smallest_slot(size))).total for size in sizes)
+        arenas = sum(Layout.with_scratch(read_settings().scratch, size).total for size in sizes)
         return arenas + (0 if work.moment is Moment.UPDATE else gathered)
     last = gathered if work.moment is Moment.LOSS else 0
     if backend != "smddp" or work.device_type != "cuda" or not parallel.shared_buffers or mesh.shard.size == 1:
