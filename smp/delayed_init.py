@@ -139,7 +139,6 @@ def initialize_(model: nn.Module, rules: Callable[[str], InitRule], *, seed: int
     Args:
         model: parameters allocated, plain or DTensor.
         rules: the rule of a parameter by its qualified name, as of :func:`smp.models.init_rules.init_rules`.
-        seed: the run's seed.
 
     Raises:
         UserError: a parameter has no rule, or is still on the meta device; the text names it.
@@ -170,7 +169,6 @@ def initialize_parameter_(parameter: torch.Tensor, rule: InitRule, *, seed: int,
 
     Args:
         parameter: allocated, plain or DTensor.
-        seed: the run's seed.
         name: its qualified name in the model, on which its values depend.
     """
     local, offsets = local_part(parameter)

@@ -137,7 +137,6 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
     Args:
         model: parameters allocated, plain or DTensor with ``Shard`` and ``Replicate`` placements.
         weights: a ``.safetensors`` file, an index JSON, or a directory of them.
-        hf_config: the model's config, names its family.
 
     Raises:
         UserError: files that cannot be read slice by slice, or that do not fit the model: missing and unexpected keys,

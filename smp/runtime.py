@@ -24,7 +24,7 @@ from smp.config import CommConfig
 from smp.environment import Launch, read_launch, rendezvous
 from smp.environment.launch_info import NAMES
 from smp.environment.threads import share_cores
-from smp.errors import RankError, UserError
+from smp.errors import RankError, UserError, first_line
 from smp.log import get_logger, say
 
 logger = get_logger("train")
@@ -208,7 +208,7 @@ def open_store(launch: Launch, limit: datetime.timedelta) -> tuple[dist.Store, s
     try:
         store = dist.TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
-        reason = re.sub(r"\s*Exception raised from.*", "", (str(error).splitlines() or [""])[0])
+        reason = re.sub(r"\s*Exception raised from.*", "", first_line(error))
         if serves:
             raise RankError(
                 f"rank 0 cannot serve the job's store at {where} ({reason}): choose another MASTER_PORT, and an "

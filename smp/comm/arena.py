@@ -126,9 +126,7 @@ class Arena:
 
     Args:
         segment: ``Layout(...).total`` bytes, fresh.
-        peers: the ranks that share it.
         group: name of the group, for messages.
-        kernel: to run rounds in C.
     """
 
     def __init__(self, segment: Segment, peers: Peers, group: str, kernel: Kernel | None = None):
@@ -315,7 +313,6 @@ class Arena:
         """Run all rounds of an all_gather or a broadcast in C.
 
         Args:
-            signature: of the operation.
             source: address of this rank's bytes.
             sizes: bytes that each rank gives.
             addresses: address for each rank's bytes; this rank's own may be ``source``.
@@ -363,12 +360,7 @@ class Arena:
 
 
 class Mismatch(dist.DistBackendError):
-    """The ranks called different operations, or with different shapes, dtypes or roots.
-
-    Args:
-        group: its name.
-        calls: the calls of all ranks.
-    """
+    """The ranks called different operations, or with different shapes, dtypes or roots."""
 
     def __init__(self, group: str, calls: str):
         super().__init__(group, calls)

@@ -31,12 +31,9 @@ class Connection:
 
     Attributes:
         store: the group's, with keys that no other group of its name has used.
-        topology: the ranks by host.
-        peers: this host's.
         collectives: None if the inner backend does everything.
         arena: this host's shared memory, or None.
         wire: to the other hosts, or None.
-        settings: this process's.
         why: for the report, if ``collectives`` is None.
     """
 

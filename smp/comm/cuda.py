@@ -29,6 +29,7 @@ from smp.comm.copy_engine import CopyEngine
 from smp.comm.symmetric import Memory, SymmetricBuffers
 from smp.comm.tensors import Output, flat, nbytes, overlap
 from smp.comm.work_queue import DONE, GpuWork
+from smp.errors import first_line
 
 PATH = "symmetric memory"
 SEVERAL_HOSTS = "several hosts"
@@ -41,10 +42,7 @@ class GpuCollectives:
     """A group's collectives of tensors on GPUs. Making it and its buffers is collective.
 
     Args:
-        connection: the group's.
         rank: this rank in the group.
-        device: this rank's GPU.
-        gloo: the group's gloo backend.
         seconds: the group's timeout.
 
     Attributes:
@@ -210,7 +208,7 @@ def install(module: FSDPModule, group: dist.ProcessGroup) -> str | None:
         try:
             _symmetric_memory.set_backend("NCCL")
         except RuntimeError as error:  # torch was built without it, or another group of the process uses the other kind
-            return f"{reason}, and {str(error).splitlines()[0]}"
+            return f"{reason}, and {first_line(error)}"
         # The memory is registered with NCCL's communicator, which the group's first collective makes.
         dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
         module.set_symm_mem_for_comm("NCCL")

@@ -15,11 +15,7 @@ from smp.parallel.tensor.group import TPGroup
 
 
 class Ranker:
-    """Which ranks have replicas of the same shard.
-
-    Args:
-        mesh: the job's.
-    """
+    """Which ranks have replicas of the same shard."""
 
     def __init__(self, mesh: Mesh):
         self._ranks = mesh.device_mesh.mesh  # (dp_replicate, dp_shard, tp)

@@ -85,7 +85,6 @@ class DelayedParamIniter:
 
         Args:
             groups: along every axis of the mesh that the model is on.
-            device: that it computes on.
         """
         if self._given is None:
             self._given = self._seed = first_ranks_seed(groups, device)

@@ -52,9 +52,7 @@ def materialize(modules: list[nn.Module], options: Options, device: torch.device
 
     Args:
         modules: of one unit, outer ones first.
-        options: its arguments.
         device: where to allocate without a ``param_init_fn``.
-        ignored: parameters that are left alone.
 
     Raises:
         UserError: something is still on the meta device afterwards.
@@ -106,7 +104,6 @@ def take_from_first_rank(
         modules: of one unit.
         mesh: what it will be sharded and replicated over.
         device: to move the values to first; a backend may send nothing else.
-        ignored: parameters that are left alone.
 
     Raises:
         UserError: ranks have unequal numbers of them.

@@ -258,7 +258,6 @@ def optim_state_dict_to_load(
 
     Args:
         model: whose parameters the optimizer has.
-        optim: the optimizer.
         optim_state_dict: by names; full tensors or DTensors.
         is_named_optimizer: the optimizer's own keys are names, and not numbers.
         load_directly: call ``optim.load_state_dict``.

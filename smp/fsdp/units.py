@@ -44,10 +44,8 @@ class Unit:
     """State of a wrapped module.
 
     Attributes:
-        options: its arguments.
         strategy: after the rules of ``smp.init``.
         mesh: 1-D, or (replicate, shard).
-        device: that it computes on.
         modules: itself and the modules below, without other units and ignored modules.
         ignored_parameters: of its constructor and of the units below.
         root: no other unit that can be called is around it.
@@ -130,8 +128,6 @@ def shard_unit(
 
     Args:
         module: real, on the meta device, or both.
-        options: its arguments.
-        ignored_modules: left alone.
         ignored_parameters: left alone; grows by those of the units below.
 
     Raises:

@@ -60,23 +60,25 @@ def _host_free() -> int | None:
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass  # not Linux
-    try:
+    except (OSError, KeyError, ValueError):  # not Linux
+        return _host_total()
+
+
+def _host_total() -> int | None:
+    with contextlib.suppress(OSError, ValueError):
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-    return total if total > 0 else None
+        return total if total > 0 else None
+    return None
+
+
+def _least(*limits: int | None) -> int:
+    return min((limit for limit in limits if limit is not None), default=sys.maxsize)
 
 
 def installed_memory() -> int:
     """Return the bytes that all processes of this host may use, whatever is in use now; ``sys.maxsize``: not known."""
     group = memory_limit()
-    try:
-        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        installed = 0
-    return min(installed if installed > 0 else sys.maxsize, sys.maxsize if group is None else group[0])
+    return _least(_host_total(), group and group[0])
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
@@ -90,8 +92,7 @@ def available_memory(device: torch.device, local_world_size: int) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return min(free + CONTEXT_BYTES, total)
     group = memory_limit()
-    limits = [_host_free(), None if group is None else group[1]]
-    share = min((limit for limit in limits if limit is not None), default=sys.maxsize) // local_world_size
+    share = _least(_host_free(), group and group[1]) // local_world_size
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return share if soft == resource.RLIM_INFINITY else min(share, soft)
 

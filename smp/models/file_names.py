@@ -98,7 +98,6 @@ class FileNames:
 
         Args:
             what: begins the sentence: the files, or the setting that asks for them.
-            advice: what to do instead.
 
         Raises:
             UserError: they are not.

@@ -85,7 +85,6 @@ def check_documents(hf_config: Any, length: int = 0) -> None:
     """Check by a forward on the meta device that a model's masks follow from positions that restart.
 
     Args:
-        hf_config: the model's.
         length: of a row: rotary embeddings with two sets of factors take one of them by the longest document.
 
     Raises:

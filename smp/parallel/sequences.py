@@ -51,7 +51,6 @@ def log_probs(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None, *, 
     """Return what ``smp.sequence_log_probs`` does.
 
     Args:
-        model: its loss is in chunks.
         batch: of this data rank, on the host.
         mesh: of the model; None: one process.
         balanced: as :func:`smp.parallel.context.layout.split_columns`'s.

@@ -98,7 +98,6 @@ def shard_model(
     Args:
         model: parameters real or on the meta device.
         units: from :func:`transformer_units` or :func:`size_based_units`; the root takes the rest.
-        mesh: the job's mesh.
         parallel: prefetch and buffer settings.
         param_dtype: dtype to compute in; None keeps the parameters' own. Reduction is in fp32.
         cpu_offload: keep shards, their gradients and so the optimizer's state in host memory.
@@ -169,7 +168,6 @@ def install_collectives(
     Args:
         module: ``fully_shard`` was applied to it.
         group: ranks that its parameters are sharded over.
-        device_type: ``cpu`` or ``cuda``.
         shared_buffers: with backend smddp, use memory that the host's ranks share.
     """
     if (parameters := cast(Any, module)._get_fsdp_state()._fsdp_param_group) is not None:
