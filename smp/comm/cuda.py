@@ -142,14 +142,6 @@ class GpuCollectives:
         return ""
 
 
-def _lease(group: Any, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    buffers, leased = group.gpu(device).buffers, None
-    if buffers is not None:
-        with group.failing():
-            leased = buffers.lease(math.prod(int(s) for s in size), dtype)
-    return torch.empty(*size, dtype=dtype, device=device) if leased is None else leased
-
-
 class SymmetricAllGather:
     """AllGather for ``fully_shard`` without a local copy: its output is in symmetric memory, the input its slice.
 
@@ -162,7 +154,11 @@ class SymmetricAllGather:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the gathered buffer, 1-D."""
-        return _lease(self._group, size, dtype, device)
+        buffers, leased = self._group.gpu(device).buffers, None
+        if buffers is not None:
+            with self._group.failing():
+                leased = buffers.lease(math.prod(size), dtype)
+        return torch.empty(*size, dtype=dtype, device=device) if leased is None else leased
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
