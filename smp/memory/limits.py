@@ -55,13 +55,12 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
     return min(found, key=lambda each: each[1], default=None)
 
 
-def _host_free() -> int | None:
-    """Return the bytes that the host has left; without /proc, as on macOS, all of its memory."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux
-        return _host_total()
+def meminfo(root: Path = Path("/")) -> dict[str, int]:
+    """Return the bytes of each line of ``/proc/meminfo`` by its name; nothing without that file, as on macOS."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines() if line.endswith(" kB"))
+        return {name.rstrip(":"): int(size) * 1024 for name, size, _unit in lines}
+    return {}
 
 
 def _host_total() -> int | None:
@@ -92,7 +91,8 @@ def available_memory(device: torch.device, local_world_size: int) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return min(free + CONTEXT_BYTES, total)
     group = memory_limit()
-    share = _least(_host_free(), group and group[1]) // local_world_size
+    host = meminfo().get("MemAvailable", _host_total())
+    share = _least(host, group and group[1]) // local_world_size
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return share if soft == resource.RLIM_INFINITY else min(share, soft)
 
