@@ -50,7 +50,7 @@ from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model, take_from_rank0
 from smp.parallel.tensor.technique import build_tp_group
 from smp.pretrained import load_pretrained_
-from smp.runtime import read_launch
+from smp.runtime import local_world_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +113,7 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
     parallel = ParallelConfig(**values)
     _check_comm_type("smp.init", parallel.cp_comm_type)
     world = dist.get_world_size()
-    launch = read_launch()
-    local = launch.local_world_size if launch.world_size == world else world
-    laid_out = resolve_mesh(parallel, world_size=world, local_world_size=local)
+    laid_out = resolve_mesh(parallel, world_size=world, local_world_size=local_world_size())
     if replicas not in (None, laid_out.replicas.size):
         raise UserError(
             f"smp.init: dp_replicate {replicas}, but {world} processes make {laid_out}: choose another dp_shard"

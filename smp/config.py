@@ -39,18 +39,8 @@ def setting(
         plain: what ``auto`` means where ``smp.parallel.choices`` has chosen nothing.
         aliases: further flag names.
     """
-    metadata = {
-        "help": help,
-        "minimum": minimum,
-        "above": above,
-        "maximum": maximum,
-        "only": only,
-        "otherwise": otherwise,
-        "no_effect": no_effect,
-        "plain": plain,
-        "aliases": aliases,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {**locals()}
+    return dataclasses.field(default=metadata.pop("default"), metadata=metadata)
 
 
 def _bound_problem(name: str, value: Any, metadata: Any) -> str | None:

@@ -140,7 +140,6 @@ def initialize_(model: nn.Module, rules: Callable[[str], InitRule], *, seed: int
     Args:
         model: parameters allocated, plain or DTensor.
         rules: the rule of a parameter by its qualified name, as of :func:`smp.models.init_rules.init_rules`.
-        seed: the run's seed.
 
     Raises:
         UserError: a parameter has no rule, or is still on the meta device; the text names it.
@@ -160,7 +159,7 @@ def initialize_(model: nn.Module, rules: Callable[[str], InitRule], *, seed: int
 
 def fill_encoded_(parameter: torch.Tensor, how: Encoded, weight: torch.Tensor) -> None:
     """Give this rank's part of a parameter the form of a weight, all of which every rank has."""
-    local, offsets = _local_box(parameter)
+    local, offsets = local_part(parameter)
     box = tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))
     local.copy_(how.encode(weight)[box])
 
@@ -171,10 +170,9 @@ def initialize_parameter_(parameter: torch.Tensor, rule: InitRule, *, seed: int,
 
     Args:
         parameter: allocated, plain or DTensor.
-        seed: the run's seed.
         name: its qualified name in the model, on which its values depend.
     """
-    local, offsets = _local_box(parameter)
+    local, offsets = local_part(parameter)
     if not local.numel():
         return
     flat = local.view(-1)
@@ -196,9 +194,12 @@ def fill_added_(model: nn.Module, *, seed: int) -> None:
     _block_values.cache_clear()
 
 
-def _local_box(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the local tensor of a parameter and its offsets in the global shape."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.ndim
-    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(offsets)
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return this rank's shard of a tensor, and the index of its first element in the full tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    local = tensor.to_local()
+    if not local.numel():
+        return local, (0,) * tensor.ndim
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return local, tuple(offsets)

@@ -24,6 +24,16 @@ def hub_advice(name: str, kind: str = "") -> str:
     return f"; hubs are never asked: download it first, `hf download {name}{kind} --local-dir DIR`, then give DIR"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; of one without, its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """Return an error's type and text on one line, of ``most`` characters at most."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+
+
 def a_type(value: object) -> str:
     """Return the name of a value's type with its article, such as ``an int``; ``null`` for None."""
     if value is None:
@@ -41,12 +51,7 @@ class RankError(UserError):
 
 
 class PeerError(UserError):
-    """Another rank has ended the job, and prints the reason.
-
-    Args:
-        text: this rank's message.
-        status: the exit status of the job.
-    """
+    """Another rank has ended the job, and prints the reason."""
 
     def __init__(self, text: str, *, status: int = 2):
         super().__init__(text)
@@ -82,7 +87,6 @@ class DamagedCheckpointError(UserError):
     """A damaged checkpoint.
 
     Args:
-        path: its directory.
         problems: one sentence each, naming a file or tensor.
     """
 

@@ -75,14 +75,14 @@ def read_json(path: Path, *, limit: int = MAX_JSON) -> Any:
     return strict_json(read_bytes(path, limit=limit))
 
 
-def read_object(path: Path, *, limit: int = MAX_JSON) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that must hold an object, as :func:`read_json`.
 
     Raises:
         ValueError: also if it holds something else.
         OSError: it cannot be read.
     """
-    found = read_json(path, limit=limit)
+    found = read_json(path)
     if not isinstance(found, dict):
         raise ValueError(f"it contains {a_type(found)} instead of an object")
     return found

@@ -85,8 +85,6 @@ def plot_memory(
         seconds: of each point.
         categories: bytes at each point.
         marks: phases, and the seconds when they ended.
-        png: the file to write.
-        xlabel: of ``seconds``.
 
     Raises:
         UserError: matplotlib is missing.

@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from smp.delayed_init import fill_encoded_
+from smp.delayed_init import fill_encoded_, local_part
 from smp.errors import ConfigError, UserError
 from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
@@ -108,17 +105,6 @@ def _check_tensors(tensors: dict[str, torch.Tensor], plan: _Plan) -> list[str]:
     return problems
 
 
-def _local_slices(name: str, parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """Return this rank's shard of a parameter and its slices in the global shape."""
-    if not isinstance(parameter, DTensor):
-        return parameter, tuple(slice(0, size) for size in parameter.shape)
-    for placement in parameter.placements:
-        if not isinstance(placement, (Replicate, Shard, _StridedShard)):
-            raise UserError(f"parameter {name} is laid out as {placement}; only Shard and Replicate can be loaded")
-    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
-
-
 def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> _Plan:
     """Return key and file of every parameter, but those that techniques add, and saved buffer, by its name.
 
@@ -151,7 +137,6 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
     Args:
         model: parameters allocated, plain or DTensor with ``Shard`` and ``Replicate`` placements.
         weights: a ``.safetensors`` file, an index JSON, or a directory of them.
-        hf_config: the model's config, names its family.
 
     Raises:
         UserError: files that cannot be read slice by slice, or that do not fit the model: missing and unexpected keys,
@@ -169,8 +154,9 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
             with safe_open(file, framework="pt") as content:
                 fill_encoded_(tensors[name], encoded[name], content.get_tensor(key))
             continue
-        local, slices = _local_slices(name, tensors[name])
+        local, offsets = local_part(tensors[name])
         if local.numel():
             # Opened for each tensor: what was read of a mapped file counts as this process's memory until it is closed.
             with safe_open(file, framework="pt") as content:
-                local.copy_(content.get_slice(key)[slices])
+                slices = (slice(first, first + size) for first, size in zip(offsets, local.shape, strict=True))
+                local.copy_(content.get_slice(key)[tuple(slices)])

@@ -24,7 +24,7 @@ from smp.config import CommConfig
 from smp.environment import Launch, read_launch, rendezvous
 from smp.environment.launch_info import NAMES
 from smp.environment.threads import share_cores
-from smp.errors import RankError, UserError
+from smp.errors import RankError, UserError, first_line
 from smp.log import get_logger, say
 
 logger = get_logger("train")
@@ -66,6 +66,12 @@ def end_with_launcher(launch: Launch) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name=_LAUNCHER_WATCH, daemon=True).start()
+
+
+def local_world_size() -> int:
+    """Return the ranks of a host; all, where the process group is not of the launcher's processes."""
+    world, launch = dist.get_world_size(), read_launch()
+    return launch.local_world_size if launch.world_size == world else world
 
 
 def own_arguments(argv: Sequence[str] | None) -> list[str]:
@@ -202,7 +208,7 @@ def open_store(launch: Launch, limit: datetime.timedelta) -> tuple[dist.Store, s
     try:
         store = dist.TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
-        reason = re.sub(r"\s*Exception raised from.*", "", (str(error).splitlines() or [""])[0])
+        reason = re.sub(r"\s*Exception raised from.*", "", first_line(error))
         if serves:
             raise RankError(
                 f"rank 0 cannot serve the job's store at {where} ({reason}): choose another MASTER_PORT, and an "

@@ -15,8 +15,6 @@ def announce(version: str, arguments: Sequence[str], *, is_launcher: bool) -> No
     """Say once a job, on standard error, that it begins: by the launcher of its first host, or else by rank 0.
 
     Args:
-        version: smp's.
-        arguments: of the program.
         is_launcher: whether the program is ``smp.launch.local``, which may also start other programs than the job.
     """
     if {"-h", "--help", "--version"}.intersection(arguments):

@@ -20,7 +20,6 @@ from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.remote import RemoteCheckpoint
 from smp.checkpoint.remote_reader import fill_from
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
-from smp.checkpoint.shards import local_part
 from smp.checkpoint.state import (
     OF_DATA,
     alike,
@@ -32,6 +31,7 @@ from smp.checkpoint.state import (
 )
 from smp.checkpoint.storage import Storage
 from smp.checkpoint.tagged_json import decode
+from smp.delayed_init import local_part
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
 from smp.log import get_logger

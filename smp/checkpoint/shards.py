@@ -9,9 +9,9 @@ from collections.abc import Collection
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from smp.checkpoint.safetensors_io import Piece
+from smp.delayed_init import local_part
 
 
 def rng_tensors(rank: int) -> dict[str, torch.Tensor]:
@@ -20,17 +20,6 @@ def rng_tensors(rank: int) -> dict[str, torch.Tensor]:
     if torch.cuda.is_available():
         states[f"rng.cuda.{rank:05d}"] = torch.cuda.get_rng_state()
     return states
-
-
-def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's shard of a tensor, and the index of its first element in the full tensor."""
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.dim()
-    local = tensor.to_local()
-    if local.numel() == 0:
-        return local, (0,) * tensor.dim()
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return local, tuple(offsets)
 
 
 def _is_writer(name: str, tensor: torch.Tensor, *, rank: int, world_size: int, turn: int) -> bool:

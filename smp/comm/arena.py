@@ -71,11 +71,6 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def smallest_slot(ranks: int) -> int:
-    """Return the bytes of a slot that has 64 bytes for every rank: any element fits into that."""
-    return _round_up(64 * ranks, _PAGE)
-
-
 class Layout(NamedTuple):
     """Byte offsets in an arena.
 
@@ -92,6 +87,11 @@ class Layout(NamedTuple):
         """Return the layout of an arena of ``total`` bytes for ``size`` ranks."""
         empty = Layout(size, 0)
         return Layout(size, (total - empty.total) // (SLOTS * size))
+
+    @staticmethod
+    def with_scratch(scratch: int, size: int) -> Layout:
+        """Return the layout with so many bytes of data for each rank, or as few more as any element fits into."""
+        return Layout(size, max(scratch // SLOTS, _round_up(64 * size, _PAGE)))
 
     @property
     def counters(self) -> int:
@@ -126,9 +126,7 @@ class Arena:
 
     Args:
         segment: ``Layout(...).total`` bytes, fresh.
-        peers: the ranks that share it.
         group: name of the group, for messages.
-        kernel: to run rounds in C.
     """
 
     def __init__(self, segment: Segment, peers: Peers, group: str, kernel: Kernel | None = None):
@@ -315,7 +313,6 @@ class Arena:
         """Run all rounds of an all_gather or a broadcast in C.
 
         Args:
-            signature: of the operation.
             source: address of this rank's bytes.
             sizes: bytes that each rank gives.
             addresses: address for each rank's bytes; this rank's own may be ``source``.
@@ -363,12 +360,7 @@ class Arena:
 
 
 class Mismatch(dist.DistBackendError):
-    """The ranks called different operations, or with different shapes, dtypes or roots.
-
-    Args:
-        group: its name.
-        calls: the calls of all ranks.
-    """
+    """The ranks called different operations, or with different shapes, dtypes or roots."""
 
     def __init__(self, group: str, calls: str):
         super().__init__(group, calls)

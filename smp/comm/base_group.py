@@ -157,7 +157,6 @@ class BaseGroup(ProcessGroup):
         """Run or queue one collective of ours.
 
         Args:
-            operation: its name.
             size: bytes, for the report.
             key: what all ranks must have in common.
             run: the collective, given the means and the signature.
@@ -317,9 +316,7 @@ class BaseGroup(ProcessGroup):
         """Run several collectives as one work, which ends with the last of them, as all run in order.
 
         Args:
-            operation: its name.
             tensors: one of each call, all on one device.
-            method: one collective.
             calls: the arguments of each.
             inner: all at once by the inner backend, for tensors on GPUs and for dispatch modes.
             arguments: of ``inner``; None is left out.

@@ -70,7 +70,6 @@ class BufferPool:
 
     Args:
         segment: ``control_bytes(peers.size)`` and room for the buffers, fresh; pages cost memory once touched.
-        peers: the ranks of the host.
         poison: overwrite a buffer with NaN bytes when it is given out: what reads stale memory then shows.
     """
 
@@ -86,7 +85,6 @@ class BufferPool:
         """Get a buffer, or None for private memory.
 
         Args:
-            nbytes: of the buffer.
             timeout: seconds to wait for the first rank's decision.
 
         Returns:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp.comm.arena import SLOTS, Arena, Layout, smallest_slot
+from smp.comm.arena import Arena, Layout
 from smp.comm.hosts import HostsCollectives
 from smp.comm.intra_host import HostCollectives
 from smp.comm.kernel import load
@@ -31,12 +31,9 @@ class Connection:
 
     Attributes:
         store: the group's, with keys that no other group of its name has used.
-        topology: the ranks by host.
-        peers: this host's.
         collectives: None if the inner backend does everything.
         arena: this host's shared memory, or None.
         wire: to the other hosts, or None.
-        settings: this process's.
         why: for the report, if ``collectives`` is None.
     """
 
@@ -121,7 +118,7 @@ def _connect(
         why = "the hosts have unequal numbers of the group's ranks"
     else:
         # The first rank's settings hold: the others learn the size from the segment.
-        size = Layout(len(here), max(settings.scratch // SLOTS, smallest_slot(len(here)))).total
+        size = Layout.with_scratch(settings.scratch, len(here)).total
         segment, why = share(store, f"host{topology.host}/arena", size, peers=peers, timeout=timeout)
         if segment is not None:
             arena = Arena(segment, peers, name, load() if settings.kernel and peers.size > 1 else None)

@@ -22,8 +22,6 @@ class CopyEngine:
 
     Args:
         workspace: of two halves.
-        rank: this rank.
-        size: ranks.
         seconds: how long a barrier may wait.
     """
 

@@ -29,6 +29,7 @@ from smp.comm.copy_engine import CopyEngine
 from smp.comm.symmetric import Memory, SymmetricBuffers
 from smp.comm.tensors import Output, flat, nbytes, overlap
 from smp.comm.work_queue import DONE, GpuWork
+from smp.errors import first_line
 
 PATH = "symmetric memory"
 SEVERAL_HOSTS = "several hosts"
@@ -41,10 +42,7 @@ class GpuCollectives:
     """A group's collectives of tensors on GPUs. Making it and its buffers is collective.
 
     Args:
-        connection: the group's.
         rank: this rank in the group.
-        device: this rank's GPU.
-        gloo: the group's gloo backend.
         seconds: the group's timeout.
 
     Attributes:
@@ -144,14 +142,6 @@ class GpuCollectives:
         return ""
 
 
-def _lease(group: Any, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    buffers, leased = group.gpu(device).buffers, None
-    if buffers is not None:
-        with group.failing():
-            leased = buffers.lease(math.prod(int(s) for s in size), dtype)
-    return torch.empty(*size, dtype=dtype, device=device) if leased is None else leased
-
-
 class SymmetricAllGather:
     """AllGather for ``fully_shard`` without a local copy: its output is in symmetric memory, the input its slice.
 
@@ -164,7 +154,11 @@ class SymmetricAllGather:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the gathered buffer, 1-D."""
-        return _lease(self._group, size, dtype, device)
+        buffers, leased = self._group.gpu(device).buffers, None
+        if buffers is not None:
+            with self._group.failing():
+                leased = buffers.lease(math.prod(size), dtype)
+        return torch.empty(*size, dtype=dtype, device=device) if leased is None else leased
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -210,7 +204,7 @@ def install(module: FSDPModule, group: dist.ProcessGroup) -> str | None:
         try:
             _symmetric_memory.set_backend("NCCL")
         except RuntimeError as error:  # torch was built without it, or another group of the process uses the other kind
-            return f"{reason}, and {str(error).splitlines()[0]}"
+            return f"{reason}, and {first_line(error)}"
         # The memory is registered with NCCL's communicator, which the group's first collective makes.
         dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
         module.set_symm_mem_for_comm("NCCL")

@@ -95,8 +95,6 @@ class SharedAllGather:
         Args:
             output_tensor: from :meth:`allocate`, its slice of this rank filled.
             input_tensor: that slice.
-            group: the group of the constructor.
-            async_op: return work to wait for.
 
         Raises:
             torch.distributed.DistBackendError: the ranks ask for different things, or a peer is gone.
@@ -151,9 +149,6 @@ class SharedReduceScatter:
         Args:
             output_tensor: 1-D, this rank's part.
             input_tensor: 1-D, ``group.size()`` times as long.
-            group: the group of the constructor.
-            op: the reduction.
-            async_op: return work to wait for.
 
         Raises:
             torch.distributed.DistBackendError: the ranks ask for different things, or a peer is gone.

@@ -52,7 +52,6 @@ class DirectAllGather(_Allocating):
         Args:
             output_tensor: 1-D, ``group.size()`` times as long as the input, which may be its part of this rank.
             input_tensor: 1-D.
-            group: of gloo.
             async_op: return something to wait for; the collective is complete already.
         """
         rank = group.rank()
@@ -80,7 +79,6 @@ class DirectReduceScatter(_Allocating):
         Args:
             output_tensor: 1-D, this rank's sum.
             input_tensor: 1-D, ``group.size()`` times as long.
-            group: of gloo.
             op: only SUM; gradients are never averaged here.
             async_op: return something to wait for; the collective is complete already.
 

@@ -52,8 +52,6 @@ class HostsCollectives:
 
     Args:
         local: those among this host's ranks.
-        wire: to the other hosts.
-        topology: of the group.
         ranks: the job's rank of each of the group's ranks, for messages.
         group: name of the group, for messages.
         chunk: bytes of one message at most, the same on every host; no more than a slot of the arena.
@@ -81,7 +79,6 @@ class HostsCollectives:
         """See that all ranks of all hosts do the same.
 
         Args:
-            signature: of the operation.
             locally: this host's part, which compares its ranks' signatures and fills the payloads.
         """
         objection, local = "", None
@@ -101,10 +98,10 @@ class HostsCollectives:
         """See that all ranks do the same: return when every rank has called it."""
         self._meet(signature, lambda: self.local.agree(signature))
 
-    def _put(self, k: int, source: int, nbytes: int, offset: int = 0) -> None:
+    def _put(self, k: int, source: int, nbytes: int) -> None:
         """Copy into this rank's slot for round k, if there is anybody to read it."""
         if self._others:
-            futex.copy(self._arena.address(self.local_rank, k) + offset, source, nbytes)
+            futex.copy(self._arena.address(self.local_rank, k), source, nbytes)
 
     def _get(self, other: int, k: int, address: int, nbytes: int) -> None:
         """Wait for a local rank's round k, and copy from its slot if ``nbytes`` is positive."""
@@ -309,11 +306,9 @@ class HostsCollectives:
         """Begin to receive the other hosts' sums for this rank, and to send them this host's sums.
 
         Args:
-            signature: of the operation.
             parts: this rank's part of the batch for each rank.
             out: where the result of the batch goes.
             buffers: to receive into, and for this host's sums: (2, hosts, elements of a batch).
-            reduction: what to do.
         """
         received, summed = buffers[0, :, : out.numel()], buffers[1]
         messages = [self.wire.receive(host, received[host]) for host in self.wire.before] if out.numel() else []

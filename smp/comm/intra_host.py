@@ -57,7 +57,6 @@ class HostCollectives:
         """Run rounds in which this rank is one ahead with filling.
 
         Args:
-            signature: of the operation.
             count: of rounds, at least 1, the same on every rank.
             fill: called with (index, round): put this rank's part into its slot.
             take: called with (index, round): read what is wanted of the peers' slots, waiting for each.
@@ -82,7 +81,6 @@ class HostCollectives:
         """Copy every rank's bytes to every rank.
 
         Args:
-            signature: of the operation.
             source: address of this rank's bytes.
             sizes: how many bytes each rank gives.
             addresses: address of each rank's bytes in this rank's output; this rank's own may be ``source``.
@@ -127,7 +125,6 @@ class HostCollectives:
         """Reduce every rank's part for this rank.
 
         Args:
-            signature: of the operation.
             parts: this rank's part for each rank: 1-D, contiguous; the sizes may differ, but are the same everywhere.
             out: 1-D, contiguous, as long as ``parts[rank]``, which it may be.
             reduction: what to do; it is not finished here.
@@ -174,7 +171,6 @@ class HostCollectives:
         """Reduce parts that lie in shared memory.
 
         Args:
-            signature: of the operation.
             parts: every rank's part for this rank, 1-D. They stay as they are until every rank has let go of them.
             out: 1-D, private.
             reduction: what to do; it is not finished here.

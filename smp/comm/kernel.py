@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
-from smp.environment import cache_folder
+from smp.environment import cached_library
 from smp.errors import UserError
 from smp.log import get_logger
 
@@ -59,9 +56,6 @@ class Kernel:
 
     Each returns 0 when it is done, -1 if the ranks do not do the same, and 1 + a local rank that is not there yet.
 
-    Args:
-        path: of the library.
-
     Raises:
         OSError: it cannot be loaded.
     """
@@ -79,23 +73,16 @@ class Kernel:
 @functools.cache
 def load() -> Kernel | None:
     """Return the kernel, compiled if need be; None where that is not possible, which costs speed only."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     try:
         source = _SOURCE.read_bytes() + repr((_FLAGS, platform.machine(), platform.libc_ver())).encode()
-        path = cache_folder("kernels") / f"rounds-{hashlib.sha256(source).hexdigest()[:16]}.so"
-        if not path.exists():
-            _compile(compiler, path)
-        return Kernel(path)
+        return Kernel(cached_library("rounds", source, _compile))
     except (OSError, RuntimeError, UserError, subprocess.SubprocessError) as error:
         _logger.debug("the C kernel of the smddp backend is not used: %s", error)
         return None
 
 
-def _compile(compiler: str | None, path: Path) -> None:
+def _compile(path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise RuntimeError("no C compiler")
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as work:
-        made = Path(work) / "rounds.so"
-        subprocess.run([compiler, *_FLAGS, "-o", made, _SOURCE], check=True, capture_output=True, timeout=60)
-        os.replace(made, path)  # whole or not at all: several processes may be here
+    subprocess.run([compiler, *_FLAGS, "-o", path, _SOURCE], check=True, capture_output=True, timeout=60)

@@ -62,8 +62,6 @@ def share(store: dist.Store, name: str, size: int, *, peers: Peers, timeout: tim
         store: keys under ``name`` are used, once.
         name: unique in the store, the same on these ranks and on no others.
         size: bytes; the first rank's holds; untouched pages cost nothing.
-        peers: the ranks of this host.
-        timeout: how long to wait for the others.
 
     Returns:
         The segment or None, and the reason if None.

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from smp.comm.buffer_pool import BufferPool
 from smp.comm.settings import Settings
 from smp.comm.topology import gather
+from smp.errors import first_line
 
 _PAGE = 4096
 _torch: Any = getattr(_distributed_c10d, "_SymmetricMemory", None)
@@ -169,9 +170,7 @@ class Memory:
         store: of the group; keys under ``gpu`` are used.
         rank: this rank in the group.
         ranks: the job's rank of each.
-        device: this rank's GPU.
         gloo: the group's gloo backend: torch names a group by its backend.
-        timeout: how long to wait for the others.
     """
 
     def __init__(
@@ -208,7 +207,7 @@ class Memory:
             memory = _torch.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device)
             torch.cuda.synchronize(self._device)  # its signals are zeroed before anybody sees them
         except RuntimeError as error:
-            problem = _first_line(error)
+            problem = first_line(error)
         if problem := self._agree(problem):
             return None, problem
         assert memory is not None
@@ -216,7 +215,7 @@ class Memory:
         try:
             handle = _torch.rendezvous(memory, self._name)
         except RuntimeError as error:
-            problem = _first_line(error)
+            problem = first_line(error)
         problem = self._agree(problem)
         return (None, problem) if problem else (Block(memory, handle), "")
 
@@ -227,10 +226,6 @@ class Memory:
         what = "come to the set-up of GPU memory"
         turn = f"{next(self._turns)}/"
         return gather(self._plain_store, turn, text, self._rank, self._ranks, self._timeout, what)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class _Lease:

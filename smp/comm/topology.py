@@ -80,10 +80,8 @@ def gather(
     Args:
         store: of the group; keys that begin with ``name`` are used, once.
         name: unique in the store.
-        value: this rank's text.
         rank: this rank in the group.
         ranks: the job's rank of each, for messages.
-        timeout: how long to wait for the others.
         what: what a rank that does not come has not done.
 
     Returns:

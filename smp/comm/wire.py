@@ -56,11 +56,9 @@ class Wire:
     with.
 
     Args:
-        store: of the group.
         topology: of the group, even.
         ranks: the job's rank of each of the group's ranks, for messages.
         group: name of the group, for messages.
-        timeout: how long to wait for the counterparts.
 
     Raises:
         torch.distributed.DistBackendError: one did not come in time.

@@ -63,13 +63,7 @@ DONE = DoneWork()
 
 
 class QueuedWork(_Work):
-    """The work of a collective that may not have begun.
-
-    Args:
-        queue: the one it is in.
-        run: the collective.
-        tensors: what it writes.
-    """
+    """The work of a collective that may not have begun."""
 
     def __init__(self, queue: WorkQueue, run: Callable[[], None], tensors: Sequence[torch.Tensor]):
         super().__init__(tensors)

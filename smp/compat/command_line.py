@@ -39,7 +39,6 @@ def read_mp_parameters(text: str, problems: list[str]) -> dict[str, str]:
     """Read the estimator's parameters: ``a=1,b=2``, as SageMaker hands them to a script, or a JSON object.
 
     Args:
-        text: value of ``--mp_parameters``.
         problems: one sentence is added for each parameter that a flag does not give.
 
     Returns:

@@ -62,8 +62,6 @@ def read_settings(values: dict[str, Any], keywords: dict[str, Any], preset: dict
     """Return all settings of ``init`` by the names of the fields and of SMP v2's keys; texts as JSON's numbers.
 
     Args:
-        values: of the configuration.
-        keywords: further settings.
         preset: those that were set on ``smp.state`` before.
 
     Raises:

@@ -156,7 +156,6 @@ def advice(name: str, known: Iterable[str], *, dashes: str = "--") -> str:
 
     Args:
         name: as given, without dashes; torchtitan's with the section, such as ``training.seq_len``.
-        known: names of the settings that there are.
         dashes: what a setting's name begins with where it was given.
     """
     plain, known = name.replace("-", "_"), list(known)

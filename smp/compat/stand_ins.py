@@ -247,8 +247,6 @@ def load_sharded_optimizer_state_dict(
     Args:
         model_state_dict: of ``SHARDED_STATE_DICT``.
         optimizer_key: of the optimizer's state in the checkpoint.
-        storage_reader: of ``torch.distributed.checkpoint``.
-        planner: of ``torch.distributed.checkpoint``; None: the default.
         process_group: the ranks that read; None: all.
 
     Returns:

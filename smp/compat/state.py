@@ -15,11 +15,7 @@ from smp.parallel.tensor.group import TPGroup
 
 
 class Ranker:
-    """Which ranks have replicas of the same shard.
-
-    Args:
-        mesh: the job's.
-    """
+    """Which ranks have replicas of the same shard."""
 
     def __init__(self, mesh: Mesh):
         self._ranks = mesh.device_mesh.mesh  # (dp_replicate, dp_shard, tp)
@@ -115,23 +111,9 @@ class State:
     def _mesh(self) -> Mesh:
         return self._current()[0]
 
-    @property
-    def rank(self) -> int:
-        """This process's global rank."""
-        self._current()
-        return dist.get_rank()
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        self._current()
-        return dist.get_world_size()
-
-    @property
-    def world_process_group(self) -> Any:
-        """The group of all processes."""
-        self._current()
-        return dist.group.WORLD
+    rank = _of_mesh(lambda mesh: dist.get_rank(), "This process's global rank.")
+    world_size = _of_mesh(lambda mesh: dist.get_world_size(), "Number of processes.")
+    world_process_group = _of_mesh(lambda mesh: dist.group.WORLD, "The group of all processes.")
 
     hybrid_shard_degree = _of_mesh(lambda mesh: mesh.shard.size, "Ranks of a sharding group.")
     tensor_parallel_degree = _degree(

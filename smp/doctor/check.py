@@ -13,7 +13,7 @@ import torch
 
 from smp.data.config import NO_DATA
 from smp.doctor.report import Finding, Report, Status
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError, UserError, first_line
 from smp.runtime import Launch, choose_device
 from smp.train.arguments import TrainConfig, parse_args
 
@@ -65,13 +65,7 @@ class Request:
 
 
 class CheckContext:
-    """The request, the rank and the report of a check.
-
-    Args:
-        request: what to examine.
-        launch: this rank and its job's size.
-        report: takes findings and measurements.
-    """
+    """The request, the rank and the report of a check."""
 
     def __init__(self, request: Request, launch: Launch, report: Report):
         self.request, self.launch, self.report = request, launch, report
@@ -123,7 +117,6 @@ class Check:
 
     Attributes:
         name: as findings show it.
-        function: the check itself.
         scope: run by every rank, by one rank of each host, or by all together in a process group.
         share: times ``--timeout``, after which it is given up.
     """
@@ -143,6 +136,7 @@ class Check:
                 ctx.problem(sentence)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            first = (str(error).splitlines() or [""])[0]
-            ctx.problem(f"stopped by {type(error).__name__}: {first}", place=f"{last.filename}:{last.lineno}")
+            ctx.problem(
+                f"stopped by {type(error).__name__}: {first_line(error)}", place=f"{last.filename}:{last.lineno}"
+            )
         return self.scope != "job"

@@ -15,7 +15,7 @@ from smp.doctor.check import CheckContext
 from smp.doctor.system import variable
 from smp.environment.threads import available_cores
 from smp.errors import UserError
-from smp.memory.limits import control_group, memory_limit
+from smp.memory.limits import control_group, meminfo, memory_limit
 from smp.parallel.parallelize import compute_dtype
 from smp.runtime import choose_device
 
@@ -115,8 +115,8 @@ def check_bf16(ctx: CheckContext) -> None:
 
 def check_memory(ctx: CheckContext) -> None:
     """Report the host's memory, and what a container or a limit leaves of it."""
-    total = _of_meminfo(ctx, "MemTotal")
-    free = _of_meminfo(ctx, "MemAvailable")
+    host = meminfo(ctx.request.root)
+    total, free = host.get("MemTotal"), host.get("MemAvailable")
     group = memory_limit(ctx.request.root)
     limit, left = group if group is not None and (total is None or group[0] < total) else (None, 0)
     data = {"total_bytes": total, "available_bytes": free, "limit_bytes": limit}
@@ -142,14 +142,6 @@ def check_memory(ctx: CheckContext) -> None:
         if soft != resource.RLIM_INFINITY:
             flag = "-d" if kind == resource.RLIMIT_DATA else "-v"
             ctx.warn(f"{name} lets each process have {readable(soft)} at most: raise it with ulimit {flag} unlimited")
-
-
-def _of_meminfo(ctx: CheckContext, name: str) -> int | None:
-    for line in (ctx.read("proc/meminfo") or "").splitlines():
-        words = line.split()
-        if words[:1] == [f"{name}:"]:
-            return int(words[1]) * 1024
-    return None
 
 
 def check_shared_memory(ctx: CheckContext) -> None:

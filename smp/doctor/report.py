@@ -24,10 +24,8 @@ class Finding:
     """One sentence of a check.
 
     Attributes:
-        check: its name.
         status: ``warning``: the job runs, but slower or less safely; ``problem``: it will not start or not last.
         message: what, got, and what to do.
-        ranks: those with this finding.
         data: the numbers behind it.
     """
 
@@ -59,7 +57,6 @@ class Report:
         rank, local_rank, host, pid: of its process; 0 before it has come.
         state: ``runs``, ``done``, or how it ended before its time.
         check: the one that runs.
-        findings, measurements: so far.
     """
 
     rank: int
@@ -117,7 +114,6 @@ class Diagnosis:
     Attributes:
         ranks: for each rank its host and how its part ended.
         findings: merged, in the order of the checks.
-        measurements: by name.
     """
 
     ranks: Sequence[Mapping[str, Any]]

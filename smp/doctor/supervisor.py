@@ -24,7 +24,7 @@ from smp.doctor.check import Check, CheckContext, Request
 from smp.doctor.network import STORE
 from smp.doctor.report import Diagnosis, Report, diagnose
 from smp.doctor.system import set_variables
-from smp.errors import RankError
+from smp.errors import RankError, first_line
 from smp.runtime import Launch, open_store
 
 CHECKS = "smp.doctor.checks:CHECKS"
@@ -37,12 +37,7 @@ class _ToldToEnd(BaseException):
 
 
 class Board:
-    """The reports of all ranks in the job's store.
-
-    Args:
-        store: the job's.
-        launch: a rank of it.
-    """
+    """The reports of all ranks in the job's store."""
 
     def __init__(self, store: Store, launch: Launch):
         self._store, self._size = PrefixStore(f"{STORE}/{launch.restart}", store), launch.world_size
@@ -229,10 +224,9 @@ def examine_rank(request: Request, launch: Launch, checks: str = CHECKS) -> Diag
             board.publish(report)
             reports = [] if launch.rank else board.wait(_LAST_SECONDS)
     except RuntimeError as error:
-        first = (str(error).splitlines() or [""])[0]
         raise RankError(
-            f"rank {launch.rank} has lost the job's store at {where} ({first}): see why the process that serves it has "
-            f"ended"
+            f"rank {launch.rank} has lost the job's store at {where} ({first_line(error)}): see why the process that "
+            f"serves it has ended"
         ) from None
     for each in reports:
         if each.state == "runs":

@@ -133,8 +133,6 @@ def contradictions(
     """Find variables that contradict the machine, each other, or the job.
 
     Args:
-        values: the environment.
-        launch: this process's rank and its job's size.
         present: the host's interfaces.
         resolve: finds the address of a name, or raises OSError.
     """

@@ -7,9 +7,11 @@ environment.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from smp.errors import UserError
 __all__ = [
     "Launch",
     "cache_folder",
+    "cached_library",
     "devices_folder",
     "environment_with",
     "read_launch",
@@ -59,6 +62,28 @@ def cache_folder(name: str, *others: str) -> Path:
             f"~/.cache/smp/{name} cannot be found, as HOME is not set and this user has no entry in passwd: set "
             f"{' or '.join([*others, 'HOME'])} to a folder you may write to"
         ) from None
+
+
+def cached_library(name: str, key: bytes, build: Callable[[Path], None], folder: Path | None = None) -> Path:
+    """Return the shared library of a key, built where it is not there yet; whole, whichever processes build it.
+
+    Args:
+        key: all that the library depends on.
+        build: writes it to a path.
+        folder: of the library; None: ``~/.cache/smp/kernels``.
+
+    Raises:
+        OSError: it cannot be written.
+        UserError: the user has no home directory.
+    """
+    folder = folder or cache_folder("kernels")
+    library = folder / f"{name}_{hashlib.sha256(key).hexdigest()[:16]}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            build(built := Path(work) / library.name)
+            built.replace(library)
+    return library
 
 
 def devices_folder() -> Path:

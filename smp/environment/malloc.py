@@ -89,9 +89,6 @@ def unused_heap(*, recomputes: bool) -> float:
     The most that was measured on the jobs of ``benchmarks/plan.py bytes``. With a stock of small blocks to 0.20; else
     up to 0.36 and with recomputation 0.71, as much when freed memory is kept as by glibc's own rule; none where large
     blocks are given back at once, with which a step takes 1.3 times the time, also on huge pages.
-
-    Args:
-        recomputes: whether blocks are recomputed in backward.
     """
     if not is_glibc():
         return 0.0

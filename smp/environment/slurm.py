@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator
 
 from smp.environment.launch_info import (
     Environment,
@@ -21,22 +19,19 @@ from smp.errors import UserError
 # Step numbers from here on are Slurm's own: the batch script, an interactive shell.
 _FIRST_OWN_STEP = 2**32 - 16
 
-_HOSTS = r"(?:[^,\[\]\s]|\[[^\[\]]*\])+"  # of a node list, between commas
+_NUMBERS = r"\d{1,9}(?:-\d{1,9})?"
+_HOSTS = rf"(?:[^,\[\]\s]|\[{_NUMBERS}(?:,{_NUMBERS})*\])+"  # of a node list, between commas
 
 
-def expand_nodes(text: str) -> Iterator[str]:
-    """Yield the hosts of a Slurm node list: ``node[01-03,7],gpu-1`` has node01, node02, node03, node7, gpu-1.
+def first_host(text: str) -> str:
+    """Return the first host of a Slurm node list: node01 of ``node[01-03,7],gpu-1``.
 
     Raises:
         ValueError: it is none.
     """
-    if text and not re.fullmatch(f"{_HOSTS}(,{_HOSTS})*", text):
+    if not re.fullmatch(f"{_HOSTS}(?:,{_HOSTS})*", text):
         raise ValueError(text)
-    for part in re.findall(_HOSTS, text):
-        pieces = re.findall(r"[^\[\]]+|\[[^\[\]]*\]", part)
-        choices = [_expand_numbers(piece[1:-1]) if piece.startswith("[") else [piece] for piece in pieces]
-        for combination in itertools.product(*choices):
-            yield "".join(combination)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.findall(_HOSTS, text)[0])
 
 
 def expand_counts(text: str) -> list[int]:
@@ -54,18 +49,6 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def _expand_numbers(text: str) -> list[str]:
-    """Expand ``01-03,7`` to 01, 02, 03, 7."""
-    numbers: list[str] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
-        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(2**20):
-            raise ValueError(text)
-        first, last = match[1], match[2] or match[1]
-        numbers += [str(value).zfill(len(first)) for value in range(int(first), int(last) + 1)]
-    return numbers
-
-
 def first_node(env: Environment, *names: str) -> str | None:
     """Return the first host of the first of these node lists that is set, or None.
 
@@ -75,8 +58,8 @@ def first_node(env: Environment, *names: str) -> str | None:
     for name in names:
         if text := env.get(name):
             try:
-                return next(expand_nodes(text))
-            except (ValueError, StopIteration):
+                return first_host(text)
+            except ValueError:
                 raise UserError(
                     f"{name}={text} is no list of nodes: set MASTER_ADDR to the name of rank 0's node"
                 ) from None

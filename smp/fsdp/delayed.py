@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,15 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from smp.delayed_init import first_ranks_seed, initialize_parameter_
 from smp.errors import UserError
+from smp.fsdp.materialize import own_tensors
 from smp.fsdp.meshes import random_seed
 from smp.log import get_logger
 from smp.mesh import served_device_type
 from smp.models.init_rules import InitRule, init_rules
 from smp.models.registry import tie_on_meta
+from smp.parallel.linear import local_tensor
 
 _logger = get_logger("smp.fsdp")
 
@@ -30,10 +30,6 @@ def _device() -> torch.device:
     if dist.is_initialized() and served_device_type() == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
 
 
 def _unwritten(tensor: torch.Tensor) -> float | int | bool | None:
@@ -89,7 +85,6 @@ class DelayedParamIniter:
 
         Args:
             groups: along every axis of the mesh that the model is on.
-            device: that it computes on.
         """
         if self._given is None:
             self._given = self._seed = first_ranks_seed(groups, device)
@@ -123,7 +118,9 @@ class DelayedParamIniter:
 
     @torch.no_grad()
     def _initialize(self, module: nn.Module) -> None:
-        missing = {own: t for own, t in _own(module) if t.is_meta and (module, own) not in self._filled_elsewhere}
+        missing = {
+            own: t for own, t in own_tensors(module) if t.is_meta and (module, own) not in self._filled_elsewhere
+        }
         if not missing:
             return
         if module not in self._names:
@@ -147,7 +144,7 @@ class DelayedParamIniter:
             _logger.info("initialised %s: %s", name or "the model", ", ".join(sorted(missing)))
 
     def _check_written(self, name: str, tensor: torch.Tensor) -> None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         mark = _unwritten(local)
         if mark is not None and bool((local.isnan() if math.isnan(mark) else local == mark).any()):
             raise UserError(

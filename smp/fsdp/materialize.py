@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-import itertools
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,16 @@ def own_modules(unit: nn.Module, leave: set[nn.Module]) -> list[nn.Module]:
     return found
 
 
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's own parameters and buffers, by name."""
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
 def _on_meta(modules: list[nn.Module], ignored: set[nn.Parameter]) -> str | None:
     """Return the name of a parameter or buffer without values, or None."""
     for module in modules:
-        own = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-        for name, tensor in own:
+        for name, tensor in own_tensors(module):
             if tensor.is_meta and tensor not in ignored:
                 return f"{name} of a {type(module).__name__}"
     return None
@@ -47,9 +52,7 @@ def materialize(modules: list[nn.Module], options: Options, device: torch.device
 
     Args:
         modules: of one unit, outer ones first.
-        options: its arguments.
         device: where to allocate without a ``param_init_fn``.
-        ignored: parameters that are left alone.
 
     Raises:
         UserError: something is still on the meta device afterwards.
@@ -79,8 +82,7 @@ def materialize(modules: list[nn.Module], options: Options, device: torch.device
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:
-    own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
-    if not any(tensor.is_meta for tensor in own):
+    if not any(tensor.is_meta for _, tensor in own_tensors(module)):
         return
     if not callable(getattr(module, "reset_parameters", None)):
         raise UserError(
@@ -102,7 +104,6 @@ def take_from_first_rank(
         modules: of one unit.
         mesh: what it will be sharded and replicated over.
         device: to move the values to first; a backend may send nothing else.
-        ignored: parameters that are left alone.
 
     Raises:
         UserError: ranks have unequal numbers of them.

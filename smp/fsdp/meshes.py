@@ -15,7 +15,7 @@ from smp.config import AUTO, ParallelConfig
 from smp.errors import UserError
 from smp.fsdp.options import HYBRID, Options
 from smp.mesh import Mesh, keep_timeout, resolve_mesh, served_device_type
-from smp.runtime import read_launch
+from smp.runtime import local_world_size
 
 _HYBRID_AXES = ("dp_replicate", "dp_shard")
 
@@ -107,11 +107,6 @@ def require_process_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _local_world_size() -> int:
-    world, launch = dist.get_world_size(), read_launch()
-    return launch.local_world_size if launch.world_size == world else world
-
-
 def resolve(options: Options, device: str) -> tuple[DeviceMesh, ShardingStrategy]:
     """Return the mesh of a unit, 1-D or (replicate, shard), and its strategy; making a mesh is collective.
 
@@ -140,9 +135,9 @@ def resolve(options: Options, device: str) -> tuple[DeviceMesh, ShardingStrategy
                 f"FSDP: sharding_strategy {strategy.name} with one process_group says not where to shard and where to "
                 f"replicate: give the tuple (group to shard over, group to replicate over), or a 2-D device_mesh"
             )
-        if world.size() % _local_world_size():
+        if world.size() % (local := local_world_size()):
             raise UserError(
-                f"FSDP: sharding_strategy {strategy.name} shards over the {_local_world_size()} processes of a host, "
+                f"FSDP: sharding_strategy {strategy.name} shards over the {local} processes of a host, "
                 f"which do not divide the {world.size()} processes: give a 2-D device_mesh"
             )
         return _of_all_ranks(_lay_out(strategy), device), strategy
@@ -152,7 +147,7 @@ def resolve(options: Options, device: str) -> tuple[DeviceMesh, ShardingStrategy
 def _lay_out(strategy: ShardingStrategy, tp: int = 1) -> Mesh:
     """Lay out all ranks as a strategy has them when nothing else is given."""
     script = ParallelConfig(sharding_strategy=strategy.name.lower(), tensor_parallel_degree=tp)  # type: ignore[arg-type]
-    return resolve_mesh(script, world_size=dist.get_world_size(), local_world_size=_local_world_size())
+    return resolve_mesh(script, world_size=dist.get_world_size(), local_world_size=local_world_size())
 
 
 def _of_all_ranks(laid_out: Mesh, device: str) -> DeviceMesh:

@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_map_only
 from smp.errors import UserError
 from smp.fsdp.meshes import require_process_group
 from smp.fsdp.state_dicts import get_state_dict_type, refuse_sharded_tensor
-from smp.fsdp.units import clean_name, full_tensor, reshard_below, units_below
+from smp.fsdp.units import full_tensor, require_module, units_below
 from smp.log import get_logger
+from smp.models.file_names import clean_name
 from smp.parallel.optimizers import local_part
+from smp.parallel.sharding import reshard
 
 _logger = get_logger("smp.fsdp")
 
@@ -27,7 +29,8 @@ Group = dict[str, nn.Parameter]  # a parameter group of an optimizer, by the pla
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:
-    reshard_below(model)
+    require_module(model)
+    reshard(model)
     return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
 
 
@@ -255,7 +258,6 @@ def optim_state_dict_to_load(
 
     Args:
         model: whose parameters the optimizer has.
-        optim: the optimizer.
         optim_state_dict: by names; full tensors or DTensors.
         is_named_optimizer: the optimizer's own keys are names, and not numbers.
         load_directly: call ``optim.load_state_dict``.

@@ -173,8 +173,6 @@ def ignored_states(
     """Return the modules and the parameters that are not sharded.
 
     Args:
-        module: what is sharded.
-        ignored_modules: FSDP's argument.
         ignored: FSDP's ``ignored_states``: modules or parameters, not both kinds.
 
     Raises:

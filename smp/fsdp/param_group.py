@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
+from smp.parallel.linear import local_tensor
 
 # Kept on torch's record of a parameter: the parameter and its storage, as they were when last looked at, and the
 # gradient that it showed after a backward without reduction.
@@ -54,10 +55,6 @@ def _accumulated(fsdp_param: Any) -> torch.Tensor | None:
         return fsdp_param.unsharded_accumulated_grad
     unsharded = getattr(fsdp_param, "_unsharded_param", None)
     return None if unsharded is None else unsharded.grad
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _post_backward(group: FSDPParamGroup, *unused: Any) -> None:
@@ -105,14 +102,14 @@ def _show(group: FSDPParamGroup) -> None:
         if shown is None:
             # Negative zeros add nothing, and ``zero_grad(set_to_none=False)`` makes them positive.
             shown = parameter.grad = torch.full_like(parameter, -0.0)
-        elif not bool(_local(shown).any()):
+        elif not bool(local_tensor(shown).any()):
             continue  # it looks the same when it is cleared
         setattr(fsdp_param, _SHOWN, shown)
 
 
 def _hide(fsdp_param: Any) -> None:
     shown = vars(fsdp_param).pop(_SHOWN, None)
-    if shown is not None and fsdp_param.sharded_param.grad is shown and not bool(_local(shown).any()):
+    if shown is not None and fsdp_param.sharded_param.grad is shown and not bool(local_tensor(shown).any()):
         fsdp_param.sharded_param.grad = None
 
 
@@ -133,7 +130,7 @@ def drop_accumulated(module: nn.Module) -> None:
 def _cleared(fsdp_param: Any) -> bool | None:
     """Return whether the gradient that a parameter showed was cleared; None where this rank has no element of it."""
     shown = getattr(fsdp_param, _SHOWN)
-    local = _local(shown)
+    local = local_tensor(shown)
     if fsdp_param.sharded_param.grad is not shown:
         return True
     if local.numel() == 0:

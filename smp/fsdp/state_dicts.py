@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.param_group import refuse_assigned
-from smp.fsdp.units import Unit, clean_name, full_tensor, unit_of, units_below
+from smp.fsdp.units import Unit, full_tensor, unit_of, units_below
+from smp.models.file_names import clean_name
 from smp.parallel.optimizers import part_to_load
 
 _KINDS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {

@@ -33,12 +33,10 @@ from smp.fsdp.meshes import device_type, every_axis, resolve, shared_buffers
 from smp.fsdp.options import KEEPS_GATHERED, Options
 from smp.fsdp.param_group import groups_of, is_taken, keep_promises, mark_taken
 from smp.fsdp.policies import is_container
+from smp.models.file_names import clean_name
 from smp.parallel.sharding import install_collectives, placement
 
 _ATTRIBUTE = "_smp_unit"
-
-# Put into the names of modules by wrappers, whose own hooks take it out of the keys of a state dict.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,10 +44,8 @@ class Unit:
     """State of a wrapped module.
 
     Attributes:
-        options: its arguments.
         strategy: after the rules of ``smp.init``.
         mesh: 1-D, or (replicate, shard).
-        device: that it computes on.
         modules: itself and the modules below, without other units and ignored modules.
         ignored_parameters: of its constructor and of the units below.
         root: no other unit that can be called is around it.
@@ -81,37 +77,24 @@ class Unit:
         return all(self.mesh.get_local_rank(axis) == 0 for axis in range(self.mesh.ndim))
 
 
-def clean_name(name: str) -> str:
-    """Return a parameter's or buffer's name as the plain model has it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the state of a module, or None if it is no unit."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
-def _modules(module: nn.Module) -> Iterator[nn.Module]:
+def require_module(module: nn.Module) -> None:
+    """Raise UserError for what is no module, such as the arguments in another order."""
     if not isinstance(module, nn.Module):
         raise UserError(f"FSDP: a {type(module).__name__} is given as the model: give the model that FSDP returned")
-    return module.modules()
 
 
 def units_below(module: nn.Module) -> Iterator[tuple[FSDPModule, Unit]]:
     """Yield the units in a module tree, outer ones first, ``module`` included."""
-    for inner in _modules(module):
+    require_module(module)
+    for inner in module.modules():
         if (unit := unit_of(inner)) is not None:
             assert isinstance(inner, FSDPModule)
             yield inner, unit
-
-
-def reshard_below(module: nn.Module) -> None:
-    """Free gathered parameters, so that a module shows those that the optimizer knows."""
-    for inner in _modules(module):
-        if isinstance(inner, FSDPModule):
-            inner.reshard()
 
 
 def shards_of_gathered(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
@@ -145,8 +128,6 @@ def shard_unit(
 
     Args:
         module: real, on the meta device, or both.
-        options: its arguments.
-        ignored_modules: left alone.
         ignored_parameters: left alone; grows by those of the units below.
 
     Raises:

@@ -21,7 +21,6 @@ class Checked:
     """The training flags as the job reads them.
 
     Args:
-        settings: every setting by name.
         given: those that a flag or the ``--config`` file names.
     """
 
@@ -117,7 +116,6 @@ def require_kept(found: Checked, workdir: str, roots: Sequence[str], *, advice: 
     Args:
         workdir: where relative ones are, in the container.
         roots: directories of the container that outlive it.
-        advice: what else to do.
 
     Raises:
         UserError: the job is to write to another one.
@@ -151,14 +149,14 @@ def quoted(arguments: Iterable[str]) -> str:
     return " ".join(shlex.quote(argument) for argument in arguments)
 
 
-def quoted_lines(arguments: Sequence[str], *, indent: str = "    ") -> str:
+def quoted_lines(arguments: Sequence[str]) -> str:
     """Quote arguments, each flag with its values on a line of its own."""
     lines: list[list[str]] = []
     for argument in arguments:
         if argument.startswith("--") or not lines:
             lines.append([])
         lines[-1].append(argument)
-    return "\n".join(indent + quoted(line) for line in lines)
+    return "\n".join("    " + quoted(line) for line in lines)
 
 
 def comment(lines: Iterable[str]) -> str:

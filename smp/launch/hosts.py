@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from torch.distributed import TCPStore
 
+from smp.errors import first_line
 from smp.runtime import START_SECONDS
 
 SURVIVORS_SECONDS = 5.0  # for those that outlive a crash to say what they have lost
@@ -32,7 +33,6 @@ class Host:
 
     Args:
         number: from 0.
-        hosts: of the job.
         address: of host 0.
         port: at which host 0 serves the job's store; 0: any that is free, on one host only.
     """
@@ -99,7 +99,7 @@ class Attempt:
         except OSError as error:
             return f"{where} does not answer within {START_SECONDS:g} s ({error.strerror or error})"
         except (RuntimeError, ValueError) as error:
-            return f"{where} is no store of this job ({str(error).splitlines()[0]})"
+            return f"{where} is no store of this job ({first_line(error)})"
         if first != mine:
             return (
                 f"another launcher with --node_rank {host.number} is part of the job that {where} serves, and that has "
@@ -112,7 +112,6 @@ class Attempt:
         """Tell host 0 that this one has ended; there, wait for the others, which need the store until then.
 
         Args:
-            status: of this host.
             in_order: whether the processes ended as they were meant to, and the others may take longer.
 
         Returns:

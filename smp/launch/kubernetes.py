@@ -38,7 +38,6 @@ class KubernetesOptions:
     """The options of Kubernetes alone.
 
     Args:
-        name, namespace: of the job.
         claim: a volume claim that all nodes can write.
         mount: where it is mounted.
         shared_memory: size of ``/dev/shm``, such as ``64Gi``.

@@ -40,8 +40,6 @@ class LocalJob:
     """A job of this machine, or its part on this machine.
 
     Args:
-        command: what each process runs.
-        processes: their number.
         max_restarts: how often all are started again after a crash.
         host: which of the job's hosts this is.
         controlled: whether standard input names signals to hand on, a line each; at its end the job is ended.

@@ -22,7 +22,6 @@ class Job:
     """A training job on several nodes.
 
     Args:
-        nodes: their number.
         gpus: of each; 0: it computes on CPUs.
         processes: on each.
         workdir: where it runs, on all nodes.

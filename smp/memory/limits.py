@@ -55,28 +55,29 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
     return min(found, key=lambda each: each[1], default=None)
 
 
-def _host_free() -> int | None:
-    """Return the bytes that the host has left; without /proc, as on macOS, all of its memory."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass  # not Linux
-    try:
+def meminfo(root: Path = Path("/")) -> dict[str, int]:
+    """Return the bytes of each line of ``/proc/meminfo`` by its name; nothing without that file, as on macOS."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines() if line.endswith(" kB"))
+        return {name.rstrip(":"): int(size) * 1024 for name, size, _unit in lines}
+    return {}
+
+
+def _host_total() -> int | None:
+    with contextlib.suppress(OSError, ValueError):
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-    return total if total > 0 else None
+        return total if total > 0 else None
+    return None
+
+
+def _least(*limits: int | None) -> int:
+    return min((limit for limit in limits if limit is not None), default=sys.maxsize)
 
 
 def installed_memory() -> int:
     """Return the bytes that all processes of this host may use, whatever is in use now; ``sys.maxsize``: not known."""
     group = memory_limit()
-    try:
-        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        installed = 0
-    return min(installed if installed > 0 else sys.maxsize, sys.maxsize if group is None else group[0])
+    return _least(_host_total(), group and group[0])
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
@@ -90,8 +91,8 @@ def available_memory(device: torch.device, local_world_size: int) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return min(free + CONTEXT_BYTES, total)
     group = memory_limit()
-    limits = [_host_free(), None if group is None else group[1]]
-    share = min((limit for limit in limits if limit is not None), default=sys.maxsize) // local_world_size
+    host = meminfo().get("MemAvailable", _host_total())
+    share = _least(host, group and group[1]) // local_world_size
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return share if soft == resource.RLIM_INFINITY else min(share, soft)
 

@@ -74,8 +74,6 @@ class MemoryTracker:
 
     Args:
         device: the device of this rank; its line is left out on a CPU.
-        enabled: whether lines were asked for.
-        rank: of the process.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool, rank: int):

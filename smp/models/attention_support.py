@@ -52,9 +52,6 @@ def attention_problem(hf_config: Any, name: str, *, dropout: float, here: bool =
     """Return why ``--attn_implementation`` cannot have a value on this machine, and what to use, if so.
 
     Args:
-        hf_config: of the model.
-        name: the value.
-        dropout: of attention.
         here: whether this machine must have what it needs.
     """
     import torch

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from smp.errors import UserError
+from smp.errors import UserError, one_line
 from smp.models.hf_values import range_problems
 from smp.models.registry import count_parameters
 
@@ -74,16 +74,11 @@ def config_from(where: object, content: Mapping[str, Any]) -> Any:
 
 
 def _refusal(where: object, error: Exception) -> UserError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return UserError(f"{where} is refused by transformers ({reason}): mend it or give another directory")
+    return UserError(f"{where} is refused by transformers ({one_line(error)}): mend it or give another directory")
 
 
 def checked_config(where: object, content: Mapping[str, Any]) -> Any:
     """Return a configuration from which a model can be built and trained; nothing in it is run or fetched.
-
-    Args:
-        where: its file or directory, for messages.
-        content: its JSON object.
 
     Raises:
         UserError: as :func:`config_from`; or it is of quantised weights, or no supported model can be built.

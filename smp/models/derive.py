@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp.errors import UserError, a_type
+from smp.errors import UserError, a_type, one_line
 from smp.models.derive_plan import Call, derive_plan
 from smp.models.family import COMMON_SETTINGS, Family, LogitTransform
 from smp.models.file_names import file_names_of
@@ -88,7 +88,6 @@ def without_masks(model: nn.Module, attend: Callable[..., Any] = _attend_nothing
     """Let transformers make no mask, which would read tensors' values.
 
     Args:
-        model: of transformers.
         attend: the attention function in the meantime, as those of transformers' ``AttentionInterface``.
     """
     from transformers import AttentionInterface
@@ -152,8 +151,8 @@ def trace(model: nn.Module, watched: dict[str, nn.Module], hf_config: Any) -> li
         with without_masks(model):
             return _trace(model, watched, ids)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise _refusal(hf_config, f"its forward cannot be followed without values ({reason})") from error
+        why = f"its forward cannot be followed without values ({one_line(error, 200)})"
+        raise _refusal(hf_config, why) from error
 
 
 def _check_calls(calls: list[Call], embedding: str, blocks: list[str], head: str, hf_config: Any) -> None:
@@ -180,7 +179,6 @@ def _check_ties(model: nn.Module, units: list[str], hf_config: Any) -> None:
     But for the head's: its weight with the embedding, and what it shares with the rest, as a bias.
 
     Args:
-        model: the model.
         units: paths of embedding, head and blocks.
 
     Raises:

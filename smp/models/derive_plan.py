@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smp.errors import one_line
 from smp.models.tensor_plan import Part, TensorPlan
 
 _COLUMNS = ("colwise", "colwise_gather_output")
@@ -207,7 +208,7 @@ def _runs(block: nn.Module, call: Call) -> str:
         with torch.no_grad(), torch.device("meta"):
             found = block(*call.args, **call.kwargs)
     except Exception as error:  # of any type: code of any model
-        return " ".join(f"{type(error).__name__}: {error}".split())[:150]
+        return one_line(error, 150)
     found = found if torch.is_tensor(found) else found[0]
     return "" if found.shape == call.input.shape else f"it returns {tuple(found.shape)}"
 

@@ -92,9 +92,6 @@ def tensor_parallel_problems(family: Family, hf_config: Any, *, degree: int, sha
     """Return one sentence for each reason why the model cannot be split over ``degree`` ranks.
 
     Args:
-        family: the model's.
-        hf_config: the model's config.
-        degree: tensor-parallel ranks.
         shard: ranks of a sharding group.
     """
     if degree == 1:

@@ -19,6 +19,7 @@ _OLD_BUFFERS = (
     r"(^|\.)(self_)?(attn|attention)\.(bias|masked_bias|causal_mask)$",
 )
 
+# Put into the names of modules by wrappers, whose own hooks take it out of the keys of a state dict.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -102,7 +103,6 @@ class FileNames:
 
         Args:
             what: begins the sentence: the files, or the setting that asks for them.
-            advice: what to do instead.
 
         Raises:
             UserError: they are not.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError, UserError, one_line
 from smp.models.family import Family
 from smp.models.registry import count_parameters
 
@@ -114,8 +114,6 @@ def _not_fixed(base: Mapping[str, Any], family: Family, given: Mapping[str, Any]
 
     Args:
         base: config.json values of the weights.
-        family: maps settings to keys.
-        given: settings by name.
     """
     for name, value in given.items():
         theirs = _read(base, family.settings[name]) if name in family.settings else None
@@ -133,7 +131,6 @@ def apply_settings(
 
     Args:
         base: config.json values of the preset, the directory or the family's defaults; complete.
-        family: maps settings to keys.
         given: settings by name, only those that were given.
         pretrained: weights will be loaded, so the shape must stay that of ``base``.
 
@@ -223,8 +220,6 @@ def rebuilt(family: Family, values: dict[str, Any], given: Mapping[str, Any]) ->
     """Return the config object of values that settings have changed.
 
     Args:
-        family: of the model.
-        values: config.json values.
         given: the settings that changed them, by name.
 
     Raises:
@@ -236,8 +231,8 @@ def rebuilt(family: Family, values: dict[str, Any], given: Mapping[str, Any]) ->
         count_parameters(hf_config)
     except Exception as error:  # of any type, for values that do not fit each other
         flags = ", ".join(f"--{name} {value}" for name, value in given.items()) or "these settings"
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        why = str(error) if isinstance(error, UserError) else f"transformers builds no {model_type} model ({reason})"
+        failed = f"transformers builds no {model_type} model ({one_line(error)})"
+        why = str(error) if isinstance(error, UserError) else failed
         raise ConfigError([f"{flags} cannot be used: {why}: change or leave out what does not fit"]) from error
     now = hf_config.to_dict()
     lost = [
@@ -296,7 +291,6 @@ def set_positions(values: dict[str, Any], length: int, hf_config: Any, *, fixed:
 
     Args:
         values: changed in place.
-        hf_config: config object of the values.
         fixed: weights are loaded, which may hold one vector for each position.
         exact: have no more positions either, as SMP v2 where settings alone give the shape.
 

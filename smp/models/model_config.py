@@ -187,8 +187,6 @@ class ResolvedModel:
 
     Attributes:
         name: for directories and checkpoints: preset, base name of the directory, or model_type.
-        family: of the architecture.
-        hf_config: Hugging Face's config object.
         sequence_length: tokens per sample.
         weights: pretrained weights, checked to be readable safetensors; None: start from initial values.
         tokenizer_dir: directory of the tokenizer that belongs to the weights or the config, if there is one.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp.errors import UserError
+from smp.errors import UserError, one_line
 from smp.models import falcon, gpt2, gpt_neox, llama, mistral, plans
 from smp.models.attention_support import check_attention, default_attention
 from smp.models.derive import check_config, derive_family
@@ -70,8 +70,9 @@ def family_of(hf_config: Any) -> Family:
             with torch.device("meta"):
                 twin = _build(hf_config, "eager")
         except Exception as error:  # of any type: code of any model
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise UserError(f"transformers builds no model of this {hf_config.model_type} config ({reason})") from error
+            raise UserError(
+                f"transformers builds no model of this {hf_config.model_type} config ({one_line(error)})"
+            ) from error
         _derived[key] = derive_family(twin, None if plan is None else plan(hf_config))
     return _derived[key]
 

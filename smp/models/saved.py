@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from smp.models.derive import with_one_rope, without_masks
 
+_SEQUENCE = 64  # tokens that are counted
+
 
 class _Fused(torch.autograd.Function):
     """Attention as a fused kernel saves it: query, key, value, output, and a logarithm for each head and token."""
@@ -43,14 +45,11 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = buffer.to(dtype)
 
 
-def saved_bytes(model: nn.Module, block: nn.Module, dtype: torch.dtype, *, sequence: int = 64) -> int | None:
+def saved_bytes(model: nn.Module, block: nn.Module, dtype: torch.dtype) -> int | None:
     """Count what a block saves for backward beside parameters and what it is given, in bytes of each token.
 
     Args:
         model: whole, on the meta device; it is converted to ``dtype``.
-        block: of the model.
-        dtype: to compute in.
-        sequence: tokens that are counted.
 
     Returns:
         None, where the forward cannot be followed without values.
@@ -58,11 +57,11 @@ def saved_bytes(model: nn.Module, block: nn.Module, dtype: torch.dtype, *, seque
     _convert(model, dtype)
     for masks in (without_masks(model, _attend), contextlib.nullcontext()):
         with contextlib.suppress(Exception), masks:  # of any type: code of any model
-            return _count(model, block, sequence) // sequence
+            return _count(model, block) // _SEQUENCE
     return None
 
 
-def _count(model: nn.Module, block: nn.Module, sequence: int) -> int:
+def _count(model: nn.Module, block: nn.Module) -> int:
     seen: dict[int, torch.UntypedStorage] = {}
     given: list[Any] = [*model.parameters(), *model.buffers()]
     forward = block.forward
@@ -81,7 +80,7 @@ def _count(model: nn.Module, block: nn.Module, sequence: int) -> int:
     block.forward = watched  # type: ignore[method-assign]
     try:
         with torch.enable_grad(), torch.device("meta"), with_one_rope(model):
-            model(input_ids=torch.zeros(1, sequence, dtype=torch.long, device="meta"), use_cache=False)
+            model(input_ids=torch.zeros(1, _SEQUENCE, dtype=torch.long, device="meta"), use_cache=False)
     except _CountedError:  # of what follows, nothing is asked
         pass
     finally:

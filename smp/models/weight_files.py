@@ -171,7 +171,6 @@ def stops_of(directory: pathlib.Path | None, hf_config: Any) -> list[int]:
 
     Args:
         directory: of its ``generation_config.json``; None: there is none, and the config says.
-        hf_config: the model's.
     """
     found = getattr(hf_config, "eos_token_id", None)
     if directory is not None:

@@ -162,7 +162,7 @@ def _documents_mask(config: Any, ids: torch.Tensor, bounds: torch.Tensor) -> Any
     )
 
 
-def _mask(config: Any, given: dict[str, Any], bounds: torch.Tensor | None) -> Any:
+def make_mask(config: Any, given: dict[str, Any], bounds: torch.Tensor | None) -> Any:
     """Make the mask of a forward pass whose arguments are ``given``; None: it is causal.
 
     Only positions without ``bounds``, and masks of padding, are read from the device.
@@ -226,7 +226,7 @@ def _attend(model: nn.Module, name: str) -> None:
         if name in FLASH:  # its mask, of padding, is transformers' to make
             backbone.config = unmasked if given.get("attention_mask") is None else named
         elif not used:
-            given["attention_mask"] = _mask(config, given, lengths.get("cu_seq_lens_q"))
+            given["attention_mask"] = make_mask(config, given, lengths.get("cu_seq_lens_q"))
         return forward(**given, **used)
 
     backbone.forward = attending

@@ -40,13 +40,11 @@ class Situation:
     """What a choice depends on, the same on all ranks.
 
     Attributes:
-        hf_config: of the model.
         settings: as chosen so far.
         device_type: ``cpu`` or ``cuda``.
         accumulation: micro-batches of a step.
         fits: tells whether the job's predicted peak fits into every rank's memory with these settings, and with
             others that are given by name.
-        mesh: of the job.
     """
 
     hf_config: Any

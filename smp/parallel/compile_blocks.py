@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from smp.config import ActivationConfig
-from smp.errors import RunError, UserError
+from smp.errors import RunError, UserError, first_line
 from smp.log import get_logger
 from smp.models.attention_support import random_rates
 from smp.parallel import lora
@@ -99,8 +99,7 @@ class _Compiler:
         cause = getattr(error, "inner_exception", error)  # of the compiler
         if isinstance(error, self.limit_hit):
             cause = error.__cause__ or error  # names the limit
-        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-        what = f"torch.compile cannot compile {name}{_place(error)}: {reason}"
+        what = f"torch.compile cannot compile {name}{_place(error)}: {first_line(cause)}"
         if not self.chosen or (self.split and failed):
             kind = RunError if failed else UserError
             advice = "leave --compile out or give --compile 0"

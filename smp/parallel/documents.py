@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from smp.errors import UserError
@@ -53,6 +54,17 @@ def document_index(ids: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(tokens, bounds, right=True).view(ids.shape)
 
 
+def bounds_of(positions: torch.Tensor) -> torch.Tensor:
+    """Return where documents begin in a flattened batch, and its end, ``(documents + 1,)`` int32: at rows and restarts.
+
+    Args:
+        positions: ``(batch, sequence)``.
+    """
+    starts = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0), value=True)
+    first = starts.flatten().nonzero().flatten()
+    return F.pad(first, (0, 1), value=positions.numel()).to(torch.int32)
+
+
 def mixes_tokens(model: nn.Module) -> str | None:
     """Return what, beside attention, carries something from one token to another, if there is such a thing."""
     types = getattr(model.config, "layer_types", None) or getattr(model.config, "layers_block_type", None) or ()
@@ -73,7 +85,6 @@ def check_documents(hf_config: Any, length: int = 0) -> None:
     """Check by a forward on the meta device that a model's masks follow from positions that restart.
 
     Args:
-        hf_config: the model's.
         length: of a row: rotary embeddings with two sets of factors take one of them by the longest document.
 
     Raises:

@@ -304,11 +304,9 @@ def linear(
     """Compute the layer's product with this rank's part of its parameters.
 
     Args:
-        module: the layer.
         x: ``(..., inputs)``.
         weight: ``(outputs, inputs)``.
         bias: ``(outputs,)`` or None.
-        own: parameters of its product.
         part: number of this rank's part of the inputs.
     """
     product = product_of_call(module, part)

@@ -39,7 +39,6 @@ class SplitHead:
 
     Attributes:
         first: this rank's first row of the vocabulary.
-        group: the ranks.
         gather: from this rank's tokens of the hidden states to all tokens.
         reduce: from partial gradients of all tokens to this rank's tokens of their sum.
     """

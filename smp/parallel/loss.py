@@ -134,7 +134,6 @@ def model_loss_sum(
     """Return the sum of the token losses of a micro-batch, in chunks if :func:`chunk_loss` was applied.
 
     Args:
-        model: a causal language model of Hugging Face.
         inputs: its inputs by name, without labels.
         targets: ``(batch, sequence)``, what each token predicts, on the host or the device.
         chosen: the tokens that get logits, as :func:`chosen_tokens`'s, where the loss is in chunks; None: all.

@@ -123,11 +123,7 @@ class Unpacked(Product):
 
 
 def problems(tp: int) -> list[str]:
-    """Return why weights in 4 bits cannot be had.
-
-    Args:
-        tp: tensor-parallel ranks.
-    """
+    """Return why weights in 4 bits cannot be had."""
     found = [] if is_installed() else [f"--qlora 1 quantises with torchao, which is not installed: {INSTALL}"]
     if tp > 1:
         found.append(

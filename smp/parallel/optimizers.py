@@ -27,8 +27,10 @@ def local_part(full: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def part_to_load(value: Any, parameter: nn.Parameter) -> Any:
-    """Return what ``load_state_dict`` can copy into a parameter: of a full tensor this rank's shard."""
-    # What is no tensor or does not fit torch refuses itself, and a DTensor is placed by it.
+    """Return what is to be copied into a parameter, or kept beside it: of a full tensor of its shape this rank's shard.
+
+    What is no tensor or does not fit ``load_state_dict`` refuses itself; a DTensor it places.
+    """
     full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if full and isinstance(parameter, DTensor) and value.size() == parameter.shape:
         return local_part(value, parameter)
@@ -65,10 +67,4 @@ def replace_parameters(pairs: Iterable[tuple[weakref.ref[nn.Parameter], nn.Param
             group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
         for old in replaced.keys() & optimizer.state.keys():
             values, new = optimizer.state.pop(old), replaced[old]
-            optimizer.state[new] = {key: _beside(value, new) for key, value in values.items()}
-
-
-def _beside(value: Any, parameter: nn.Parameter) -> Any:
-    """Return what an optimizer keeps beside a parameter: this rank's shard, if it is of the parameter's shape."""
-    full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
-    return local_part(value, parameter) if full and isinstance(parameter, DTensor) else value
+            optimizer.state[new] = {key: part_to_load(value, new) for key, value in values.items()}

@@ -193,9 +193,7 @@ def prepare_model(
     Args:
         resolved: architecture and, when finetuning, the path of the weights.
         mesh: joined.
-        settings: of the techniques.
         dtype: dtype to compute in; parameters are fp32.
-        seed: of the initial values.
         load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values; where a
             technique has frozen the model, that is done at any rate, as checkpoints have only the others.
         record: called with the name of each phase, for the memory tracker.

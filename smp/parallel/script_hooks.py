@@ -34,11 +34,7 @@ def follow_script(model: nn.Module, call: str) -> None:
 
 
 def refuse_added(model: nn.Module, call: str) -> None:
-    """Let the first forward refuse what was added to a sharded model to be trained: no rank would reduce its gradient.
-
-    Args:
-        call: that has sharded it, for the message.
-    """
+    """Let the first forward refuse what was added to a sharded model to be trained: nothing reduces its gradient."""
     names, ids = {name for name, _ in model.named_parameters()}, {id(p) for p in model.parameters()}
     if not any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters()):
         return
@@ -87,11 +83,7 @@ def reshard_after_evaluation(model: nn.Module) -> None:
 
 
 def let_backbone_be_called(model: nn.Module, call: str) -> None:
-    """Let a script call a sharded model's backbone without its head, or refuse that where gradients would be lost.
-
-    Args:
-        call: that has sharded it, for the message.
-    """
+    """Let a script call a sharded model's backbone without its head, or refuse that where gradients would be lost."""
     backbone, root = getattr(model, "base_model", model), cast(FSDPModule, model)._get_fsdp_state()
 
     def enter(module: nn.Module, *_: object) -> None:

@@ -17,7 +17,7 @@ from smp.mesh import Mesh, Role
 from smp.microbatch import Microbatch
 from smp.parallel.attention import document_lengths
 from smp.parallel.context.batch import check_batch, cut
-from smp.parallel.documents import document_index
+from smp.parallel.documents import bounds_of, document_index
 from smp.parallel.loss import is_in_chunks, model_loss_sum
 from smp.parallel.sharding import averages_gradients
 from smp.parallel.targets import chosen_tokens
@@ -51,7 +51,6 @@ def log_probs(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None, *, 
     """Return what ``smp.sequence_log_probs`` does.
 
     Args:
-        model: its loss is in chunks.
         batch: of this data rank, on the host.
         mesh: of the model; None: one process.
         balanced: as :func:`smp.parallel.context.layout.split_columns`'s.
@@ -135,10 +134,7 @@ def _numbered(caller: str, batch: Mapping[str, Any]) -> Microbatch:
             found["attention_mask"] = batch["attention_mask"]
     else:
         if bounds is None:
-            restarts = (positions[:, 1:] != positions[:, :-1] + 1).to(torch.int64)
-            restarts = torch.cat([torch.ones_like(positions[:, :1]), restarts], 1)
-            first = restarts.flatten().nonzero().flatten()
-            bounds = torch.cat([first, first.new_tensor([ids.numel()])]).to(torch.int32)
+            bounds = bounds_of(positions)
         sequences = document_index(ids, bounds).to(torch.int64) - 1
         if positions is None:
             tokens = torch.arange(ids.numel(), device=ids.device).view(ids.shape)

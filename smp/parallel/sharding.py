@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from smp.comm import cuda, fsdp, gloo
-from smp.comm.arena import SLOTS, Layout, smallest_slot
+from smp.comm.arena import Layout
 from smp.comm.settings import read_settings
 from smp.config import ActivationConfig, CommConfig, ParallelConfig
 from smp.errors import UserError
@@ -98,7 +98,6 @@ def shard_model(
     Args:
         model: parameters real or on the meta device.
         units: from :func:`transformer_units` or :func:`size_based_units`; the root takes the rest.
-        mesh: the job's mesh.
         parallel: prefetch and buffer settings.
         param_dtype: dtype to compute in; None keeps the parameters' own. Reduction is in fp32.
         cpu_offload: keep shards, their gradients and so the optimizer's state in host memory.
@@ -169,7 +168,6 @@ def install_collectives(
     Args:
         module: ``fully_shard`` was applied to it.
         group: ranks that its parameters are sharded over.
-        device_type: ``cpu`` or ``cuda``.
         shared_buffers: with backend smddp, use memory that the host's ranks share.
     """
     if (parameters := cast(Any, module)._get_fsdp_state()._fsdp_param_group) is not None:
@@ -375,7 +373,7 @@ def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
         gathers = parallel.cp_comm_type == "all_gather"  # gloo does the others
         roles = (mesh.shard, mesh.replicas, mesh.tp, mesh.tp, *([mesh.cp] if gathers else []), mesh.loss)
         sizes = [size for size in (*(role.size for role in roles), mesh.world_size) if size > 1]
-        arenas = sum(Layout(size, max(read_settings().scratch // SLOTS, smallest_slot(size))).total for size in sizes)
+        arenas = sum(Layout.with_scratch(read_settings().scratch, size).total for size in sizes)
         return arenas + (0 if work.moment is Moment.UPDATE else gathered)
     last = gathered if work.moment is Moment.LOSS else 0
     if backend != "smddp" or work.device_type != "cuda" or not parallel.shared_buffers or mesh.shard.size == 1:

@@ -26,7 +26,6 @@ class Setup:
     """Target of the preparation of a model.
 
     Attributes:
-        family: the model's architecture.
         mesh: laid out, which is enough for ``problems``, or joined.
         settings: each technique reads its own section.
         dtype: to compute in; None keeps the parameters' own.

@@ -42,15 +42,14 @@ MOST_PROCESSES = 8  # on CPUs
 _LAYERS, _OPERATIONS = 50, 8
 
 
-def calibrate(*, seconds: float = SECONDS, path: Path | None = None) -> Path:
+def calibrate(*, seconds: float = SECONDS) -> Path:
     """Measure the device at hand, and write its row.
 
     Args:
         seconds: for each number.
-        path: of the row; default: its name in the user's folder, where ``--device`` finds it.
 
     Returns:
-        The path.
+        The row's path, in the user's folder, where ``--device`` finds it by its name.
 
     Raises:
         UserError: the measuring processes fail.
@@ -71,7 +70,7 @@ def calibrate(*, seconds: float = SECONDS, path: Path | None = None) -> Path:
         found = [json.loads(output.read_text()) for output in outputs]
     mean = {name: statistics.fmean(each[name] for each in found) for name in found[0]}
     row = _row(mean, count, cuda=cuda)
-    path = path or devices_folder() / f"{row.name}.json"
+    path = devices_folder() / f"{row.name}.json"
     write_row(row, path)
     return path
 

@@ -18,7 +18,6 @@ def ring_seconds(nbytes: float, ranks: int, on_host: int, row: DeviceRow) -> flo
         nbytes: of the larger side: the gathered output, or the input that is reduced.
         ranks: of the group.
         on_host: ranks of the group on one host.
-        row: of the device.
     """
     if ranks <= 1:
         return 0.0

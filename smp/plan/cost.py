@@ -21,8 +21,6 @@ class Cost:
     """What a number of tokens takes.
 
     Attributes:
-        steps: optimizer steps.
-        hours: of the job.
         device_hours: hours times devices.
         money: None without a price.
     """
@@ -39,7 +37,6 @@ def cost_of(tokens: int, *, step_tokens: int, step_seconds: float, devices: int,
 
     Args:
         step_tokens: of a step over all ranks.
-        step_seconds: of a step.
         price: of a device for an hour.
     """
     steps = -(-tokens // step_tokens)

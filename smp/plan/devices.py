@@ -177,7 +177,6 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> f
 
     Args:
         device_name: as ``torch.cuda.get_device_name`` gives it.
-        dtype: the format computed in.
         tf32: whether fp32 products may run in TF32 (``torch.get_float32_matmul_precision() != "highest"``).
     """
     formats = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "tf32" if tf32 else "fp32"}

@@ -61,7 +61,6 @@ def layouts(
         settings: all settings of the job, by name.
         given: those that the user has chosen.
         nodes, local: hosts, and ranks of each.
-        device_type: ``cpu`` or ``cuda``.
         fixed: yield the one of ``settings`` alone.
     """
     if fixed:

@@ -72,9 +72,9 @@ def sentence(line: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {percent(error)}" for name, error in known.items()) or "nothing to compare"
 
 
-def percent(share: float | None, digits: int = 1) -> str:
+def percent(share: float | None) -> str:
     """Format an error with its sign; a dash where it is not known. Nothing is shown as -0.0."""
-    return "-" if share is None else f"{round(100 * share, digits) + 0.0:+.{digits}f} %"
+    return "-" if share is None else f"{round(100 * share, 1) + 0.0:+.1f} %"
 
 
 def read(directories: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:

@@ -79,11 +79,7 @@ def plan_layouts(jobs: Sequence[Sequence[str]], **where: Any) -> list[LayoutPlan
 
 
 class _Rank:
-    """The plan of one rank.
-
-    Attributes:
-        exact: whether all blocks were traced.
-    """
+    """The plan of one rank."""
 
     def __init__(
         self, argv: list[str], device: torch.device, ranks: int, local: int, rank: int, limit: int | None,

@@ -92,7 +92,6 @@ class StepTime:
     """Seconds of a step, and where they go.
 
     Attributes:
-        seconds: of the step.
         low, high: its range.
         parts: seconds by part, such as ``compute``, ``exposed gathers``, ``optimizer``.
         inside, between: bytes that a rank sends inside a host and between hosts.
@@ -118,7 +117,6 @@ class LayoutPlan:
         memory: of the rank that needs most.
         host: host memory of a rank by category.
         disk: bytes by use: ``checkpoint``, ``kept checkpoints``, ``offloaded activations``.
-        step: its time.
         tokens: of a step over all ranks.
         method: ``blocks`` (few blocks traced) or ``exact`` (all blocks traced).
         chosen: values of the settings that were ``auto``.

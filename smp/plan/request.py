@@ -43,7 +43,6 @@ class Request:
     Attributes:
         argv: the job's flags.
         settings, given: all of its settings by name, and the names of those that were given.
-        row: of the device.
         nodes, local: hosts, and devices of each.
         flops: of the model, for a token.
     """
@@ -140,7 +139,6 @@ def answer(
     """Search the layouts of a request, or plan the one that is given.
 
     Args:
-        planner: plans layouts.
         top: layouts that fit to look for.
         exact: trace all blocks of the best one, and its last rank, too.
         together: layouts that are planned at once.

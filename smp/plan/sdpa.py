@@ -30,7 +30,6 @@ def attend(
     """Compute what ``torch.nn.functional.scaled_dot_product_attention`` does, with the kernel of a GPU.
 
     Args:
-        capability: of the GPU.
         query: ``(batch, heads, sequence, width)``, fake; the others as torch's.
     """
     width = query.shape[-1]

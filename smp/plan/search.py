@@ -16,6 +16,7 @@ _MEMORY_MARGIN = 1.3  # what the closed form may be wrong by
 _TIGHT_MARGIN = 1.05  # of its error, known from layouts of the same kind
 # Traces that are kept for layouts that are sure to fit, while none has.
 _LAST_TRIES = 4
+_MOST_SHOWN = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,6 @@ class Refused:
     """A layout that was not chosen.
 
     Attributes:
-        layout: which.
         reason: such as ``reserved 83.5 > 79.1 GiB``.
         over: bytes that are missing; 0 where memory is not the reason.
         per_token: seconds for each token, as far as known.
@@ -71,7 +71,6 @@ def search(
     trace: Callable[[list[Layout]], list[LayoutPlan | UserError]],
     *,
     top: int = TOP,
-    most: int = MOST_TRACES,
     together: int = 1,
 ) -> Found:
     """Trace the layouts that the closed form likes best, and order them.
@@ -80,13 +79,12 @@ def search(
         limit: bytes of a device; None: not known, everything fits.
         trace: plans layouts, or says of each why it cannot be planned.
         top: how many that fit are looked for.
-        most: layouts that are traced.
         together: layouts that are traced at once.
     """
     known = _Known(limit, top)
     # Two of the same time: the one that is smaller. A little more for offloading: it comes last.
     queue = sorted(_near(estimates, limit), key=lambda each: (each.per_token * _offloading(each), each.memory))
-    while len(known.tried) < most and (chosen := known.next(queue, min(together, most - len(known.tried)), most)):
+    while (left := MOST_TRACES - len(known.tried)) > 0 and (chosen := known.next(queue, min(together, left), left)):
         known.add(chosen, trace([each.layout for each in chosen]))
     smallest = min(estimates, key=lambda each: each.memory)
     if known.nothing_fits and all(smallest.layout is not each for each in known.tried):
@@ -120,10 +118,10 @@ class _Known:
             else:
                 self.refused.append(Refused(each.layout, str(plan), 0, each.per_token))
 
-    def next(self, queue: list[Estimate], count: int, most: int) -> list[Estimate]:
-        """Take the next layouts to trace from the queue; none where others cannot be better."""
+    def next(self, queue: list[Estimate], count: int, left: int) -> list[Estimate]:
+        """Take the next layouts to trace, of those ``left``, from the queue; none where others cannot be better."""
         limit, fitting, found = self._limit, self.fitting, list[Estimate]()
-        if limit is not None and not fitting and most - len(self.tried) <= _LAST_TRIES:
+        if limit is not None and not fitting and left <= _LAST_TRIES:
             queue.sort(key=lambda each: (each.memory > limit / _MEMORY_MARGIN, each.per_token, each.memory))
         while queue and len(found) < count:
             if len(fitting) >= self._top and _is_slower(queue[0], fitting, self._top):
@@ -218,7 +216,7 @@ def _order(estimate: Estimate, plan: LayoutPlan, best: float) -> tuple[float, bo
     return (round(_per_token(plan) / best, 2), offloads, -(plan.memory.headroom or 0))
 
 
-def instructive(found: Found, most: int = 6) -> list[Refused]:
+def instructive(found: Found) -> list[Refused]:
     """Return the refused layouts worth showing: traced ones, and those that differ in one thing from the best.
 
     Of a kind, the one that lacks least.
@@ -236,4 +234,4 @@ def instructive(found: Found, most: int = 6) -> list[Refused]:
         known = shown.get(kind)
         if known is None or 0 < refused.over < known.over:
             shown[kind] = refused
-    return sorted(shown.values(), key=lambda each: (not each.traced, each.per_token))[:most]
+    return sorted(shown.values(), key=lambda each: (not each.traced, each.per_token))[:_MOST_SHOWN]

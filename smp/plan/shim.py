@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import shutil
 import subprocess
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from smp.environment import cache_folder
+from smp.environment import cache_folder, cached_library
 from smp.errors import UserError
 
 SOURCE = Path(__file__).with_name("cuda_shim.cpp")
@@ -49,21 +48,14 @@ def build_shim(folder: Path | None = None, source: Path = SOURCE) -> Path:
     torch = Path(spec.submodule_search_locations[0])  # torch is not imported before the shim is loaded
     # The library has the path of torch's: an equal torch of another environment, which may go, is another one.
     sources = b"".join(path.read_bytes() for path in (SOURCE, source, torch / "version.py")) + bytes(torch)
+    folder = folder or cache_folder("kernels")
     try:
-        folder = folder or cache_folder("kernels")
-        library = folder / f"cuda_shim_{hashlib.sha256(sources).hexdigest()[:16]}.so"
-        if library.exists():
-            return library
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            _compile(torch, source, built := Path(work) / library.name)
-            built.replace(library)
+        return cached_library("cuda_shim", sources, functools.partial(_compile, torch, source), folder)
     except OSError as error:
         raise UserError(
             f"the shim for planning on fake GPUs cannot be kept in {folder} ({error}): set HOME to a directory that "
             f"can be written to"
         ) from None
-    return library
 
 
 def _compile(torch: Path, source: Path, built: Path) -> None:

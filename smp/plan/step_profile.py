@@ -83,7 +83,6 @@ class StepTrace(MemoryProfile):
 
         Args:
             owners: the blocks of storages that exist before the step, by ``id``.
-            blocks: how many.
         """
         numbers = {id(entry): number for number, entry in enumerate(self._order)}
         allocations = [

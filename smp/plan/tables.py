@@ -131,7 +131,6 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
     """Yield the fastest layouts that fit, with their flags, and why others do not.
 
     Args:
-        top: how many.
         devices: of the job.
         width: columns of the terminal.
     """

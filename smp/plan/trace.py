@@ -109,7 +109,6 @@ def _make_batch(job: Job, rows: list[int], samples: int) -> StepBatch:
     Every row is one document, or a pair of answers of half the length; what can be trained on is.
 
     Args:
-        job: gives the length.
         rows: samples of each.
         samples: of the whole step, whose numbers are in the batch.
     """

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from smp.comm.arena import SLOTS, Layout, smallest_slot
+from smp.comm.arena import Layout
 from smp.comm.settings import read_settings
 from smp.parallel import sharding
 from smp.parallel.offload import technique as offload_technique
@@ -53,8 +53,8 @@ def connect(group: dist.ProcessGroup) -> None:
     """Note the memory that smddp shares for a group from its first collective on."""
     if backend == "smddp" and group.group_name not in connected:
         here = local_ranks(dist.get_process_group_ranks(group))
-        slot = max(read_settings().scratch // SLOTS, smallest_slot(here))
-        connected[group.group_name] = Layout(here, slot).total if group.size() > 1 else 0
+        arena = Layout.with_scratch(read_settings().scratch, here)
+        connected[group.group_name] = arena.total if group.size() > 1 else 0
 
 
 class _PlannedGather:

@@ -455,7 +455,7 @@ def test_tensor_parallelism_below(strategy):
 
 def test_a_mesh_that_tensor_parallelism_cannot_give_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda *a: 8)
-    monkeypatch.setattr(meshes, "_local_world_size", lambda: 4)
+    monkeypatch.setattr(meshes, "local_world_size", lambda: 4)
     with pytest.raises(UserError, match=r"give smp.init the same sharding_strategy"):
         given = smp.ParallelConfig(sharding_strategy="full_shard")
         meshes._from_job(smp.mesh.lay_out(1, 4, 2), given, ShardingStrategy.HYBRID_SHARD)

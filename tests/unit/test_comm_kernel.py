@@ -42,7 +42,7 @@ def test_done_without(home, monkeypatch, trouble):
     elif trouble == "compiler fails":
         monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
     else:
-        monkeypatch.setattr(kernel, "_compile", lambda compiler, path: None)
+        monkeypatch.setattr(kernel, "_compile", lambda path: None)
     assert kernel.load() is None
 
 

@@ -14,6 +14,7 @@ from smp.mesh import Mesh
 from smp.microbatch import Microbatch
 from smp.parallel.context.functions import SequenceShard
 from smp.parallel.context.layout import Range, split_columns
+from smp.parallel.documents import bounds_of
 
 _TAKEN = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "document_bounds")
 
@@ -111,15 +112,10 @@ def _starts(batch: Microbatch, positions: torch.Tensor) -> tuple[tuple[int, ...]
     """Return where each row's documents begin, or ``((0,),)`` where every row is one."""
     rows, length = positions.shape
     bounds = batch.get("document_bounds")
-    if bounds is not None:
-        first = bounds.tolist()[:-1]
-    elif "position_ids" in batch:
-        restarts = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0), value=True)
-        first = restarts.flatten().nonzero().flatten().tolist()
-    else:
+    if bounds is None and "position_ids" not in batch:
         return ((0,),)
     found = [[0] for _ in range(rows)]
-    for place in first:
+    for place in (bounds_of(positions) if bounds is None else bounds).tolist()[:-1]:
         if place % length:
             found[place // length].append(place % length)
     return tuple(map(tuple, found)) if any(len(row) > 1 for row in found) else ((0,),)

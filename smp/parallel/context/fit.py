@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp.errors import one_line
 from smp.models.attention_support import attention_dropout
 from smp.models.derive import without_masks
 from smp.models.hf_values import ropes_of
@@ -54,8 +55,7 @@ def misfit(hf_config: Any, *, on_gpu: bool = False) -> str | None:
     except Exception as error:  # of any type: code of any model
         if not getattr(model, "_supports_attention_backend", True):
             return _NONE
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        return f"its forward does not hand on what attention needs ({text})"
+        return f"its forward does not hand on what attention needs ({one_line(error, 160)})"
     blocks = len(list(model.get_submodule(family_of(hf_config).blocks).children()))
     if not calls:
         return _NONE

@@ -96,7 +96,6 @@ def find_spans(
     Later keys come first, so that of a query's own key before others.
 
     Args:
-        layout: of the rows.
         queries, keys: ranges of columns.
         window: tokens that a query sees at most, itself among them; None: all.
     """

@@ -34,8 +34,6 @@ class _Entry:
     """A saved tensor that is offloaded; autograd references it.
 
     Args:
-        group: of its block.
-        stored: the tensor in the store.
         origin: its storage, whose identity is not reused while this reference lives.
     """
 
@@ -198,7 +196,6 @@ def apply_activation_offload(
 
     Args:
         blocks: in the order of the forward; each gets its hidden states as its first argument.
-        store: holds them meanwhile.
         horizon: blocks ahead of the computing one whose tensors may be on the device; at least 1.
         minimum_bytes: smaller tensors stay.
 

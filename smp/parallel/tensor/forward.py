@@ -40,9 +40,7 @@ def _positions(position_ids: torch.Tensor | None, ids: torch.Tensor, extra: int)
 
 def _mask(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
     """Make the mask of full sequences, in the format of the model's attention, unless that makes it."""
-    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-
-    config, kind = cast(Any, model.config), getattr(model, attention.KIND, None)
+    kind = getattr(model, attention.KIND, None)
     if kind in attention.FLASH and mask is not None:
         raise UserError(
             f"attention_mask with {kind} and sequence parallelism is not available: leave the mask out (padding on "
@@ -50,10 +48,8 @@ def _mask(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, positi
         )
     if kind is not None:
         return mask
-    make = create_causal_mask if attention.window_of(config) is None else create_sliding_window_causal_mask
-    # Gives the batch size, the length and the device.
-    like = torch.empty((*ids.shape, 1), device=ids.device)
-    return make(config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions)
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return attention.make_mask(model.config, given, bounds=None)
 
 
 def _refuse(kwargs: dict[str, Any], config: Any) -> None:

@@ -58,7 +58,6 @@ def gathered_linears(
 
     Args:
         tp: the group, with sequence parallelism.
-        products: of each layer.
         part: ``(batch, sequence / size, hidden)``.
         parameters: of each layer, the weight ``(outputs, hidden)``, the bias or None, and the product's own.
 
@@ -123,10 +122,8 @@ def reduced_linear(
 
     Args:
         tp: the group, with sequence parallelism.
-        product: of the layer.
         x: ``(batch, sequence, inputs)``.
         weight: ``(outputs, inputs)``.
-        own: the product's own parameters.
 
     Returns:
         ``(batch, sequence / size, outputs)``.

@@ -27,8 +27,6 @@ def share_of(kind: str, rows: int, *, heads: int, rank: int, tp: TPGroup) -> tup
         kind: ``heads`` or ``key_value``, none of which is cut, or ``width``.
         rows: of the unsplit one.
         heads: of the thing; where there are fewer than ranks, several ranks have the same.
-        rank: in the group.
-        tp: the group.
     """
     if kind == "width":
         step = -(-rows // tp.size)
@@ -45,7 +43,6 @@ def fused_rows(kinds: Sequence[str], rows: int, *, heads: int, key_value: int, r
         kinds: of its outputs, one after the other.
         rows: of the unsplit layer.
         heads, key_value: numbers of heads.
-        rank, tp: the rank in the group.
     """
     counts = {"heads": heads, "key_value": key_value, "width": 1}
     unit = rows // sum(counts[kind] for kind in kinds)
@@ -62,7 +59,6 @@ class RowRedistribution:
     """All-to-all of a weight's rows: each rank stores consecutive ones, and needs others.
 
     Args:
-        tp: the group.
         needed: of each rank, the rows that it needs; one may be needed by several.
         rows: of the full weight.
     """
@@ -130,7 +126,6 @@ def split_norm(tp: TPGroup, norm: nn.Module, weight: Any, *, copies: int) -> Non
     """Let an RMS norm over all heads compute this rank's heads; the squares are summed over the ranks.
 
     Args:
-        tp: the group.
         norm: of transformers: in fp32, the weight last.
         weight: returns this rank's part of it.
         copies: ranks that have the same heads.

@@ -102,11 +102,8 @@ class ColumnParallel:
     """Linear layers of one input, split by their outputs; the first one called computes all of them.
 
     Args:
-        tp: the group.
-        linears: the layers.
         slices: of a layer with a replicated weight or bias, the rows that this rank computes.
         redistributions: of a fused layer, how the rows of its weight come here.
-        replicated: holds replicated weights.
     """
 
     def __init__(
@@ -184,11 +181,6 @@ def split_part(
     """Let a part of a block gather its input, compute its columns, and reduce its output.
 
     Args:
-        tp: the group.
-        module: the part.
-        columns: its column-parallel layers.
-        row: its row-parallel layer.
-        replicated: of the block.
         random: whether the part draws random numbers, which must differ between ranks.
     """
     forward, bias = module.forward, replicated.index_of(row, "bias")
@@ -226,8 +218,6 @@ def split_embedding(tp: TPGroup, embedding: nn.Embedding, *, full_sequence: bool
     """Let an embedding look up this rank's rows of the vocabulary.
 
     Args:
-        tp: the group.
-        embedding: the token embedding.
         full_sequence: return all tokens with sequence parallelism, too; then the ranks' gradients are partial.
     """
     first, last = tp.bounds(embedding.num_embeddings)
@@ -256,8 +246,6 @@ def split_head(tp: TPGroup, head: nn.Linear, *, full_sequence: bool) -> None:
     """Let the head compute this rank's columns of the logits, of all tokens.
 
     Args:
-        tp: the group.
-        head: the output projection.
         full_sequence: its input is of all tokens with sequence parallelism, too; then each rank's gradient of it is
             partial.
     """
@@ -292,7 +280,6 @@ def leave_with_all_tokens(tp: TPGroup, block: nn.Module, left: Callable[[], obje
     """Let the last block return the hidden states of all tokens.
 
     Args:
-        tp: the group.
         block: its output is hidden states, or a tuple that begins with them.
         left: called at its end.
     """

@@ -254,8 +254,6 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
 
     Args:
         model: of ``family``'s architecture, unsharded on every rank, or on the meta device.
-        family: gives the plan.
-        tp: the group.
         from_rank0: take every parameter's values from global rank 0; collective.
 
     Raises:
