@@ -73,11 +73,6 @@ class ConfigError(UserError):
         return type(self), (self.problems,)  # of another process
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says; the name of its type where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def was_deleted(path: object) -> bool:
     """Return whether a checkpoint that was found at ``path`` has gone: retention renames it before it deletes it."""
     return isinstance(path, Path) and not os.path.lexists(path)
