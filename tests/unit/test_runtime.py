@@ -58,7 +58,7 @@ def test_backend_follows_the_device():
     assert choose_backend(CommConfig(), cpu) == "smddp" and choose_backend(CommConfig(), cuda) == "nccl"
     with pytest.raises(UserError, match="gloo cannot shard a model on GPUs"):
         choose_backend(CommConfig(distributed_backend="gloo"), cuda)
-    with pytest.raises(UserError, match="nccl needs GPUs"):
+    with pytest.raises(UserError, match="nccl needs GPUs and none is visible: use smddp or gloo"):
         choose_backend(CommConfig(distributed_backend="nccl"), cpu)
     for device in (cpu, cuda):
         assert choose_backend(CommConfig(distributed_backend="smddp"), device) == "smddp"
