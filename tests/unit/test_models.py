@@ -164,10 +164,7 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
         ({"max_context_width": 64}, "no model: set --model to one of gemma3_12b"),
         ({"hf_pretrained_model_name_or_dir": "qwen3_4b"}, "; --model qwen3_4b trains the preset from initial values"),
         ({"model": "llama_tiny", "num_heads": 3}, "--num_heads 3 does not divide --hidden_width 160"),
-        (
-            {"model": "llama_tiny", "num_key_value_heads": 3},
-            "--num_key_value_heads 3 does not divide --num_heads 4: choose",
-        ),
+        ({"model": "llama_tiny", "num_key_value_heads": 3}, "3 does not divide --num_heads 4: choose a divisor"),
         ({"model": "llama_tiny", "num_layers": 0}, "--num_layers must be at least 1"),
         ({"model": "llama_tiny", "sliding_window": 4}, "--sliding_window is no setting of the llama family"),
         ({"model": "gpt_neox_tiny", "num_key_value_heads": 2}, "no setting of the gpt_neox family"),
