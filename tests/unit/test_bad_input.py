@@ -269,13 +269,6 @@ def test_an_output_directory_below_a_file(refused, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_several_problems_are_reported_together(refused):
-    words = ["--fp8", 1, "--lr", "fast", "--max_stps", 2, "--sharding_strategy", "no_shard", "--shard_degree", 2]
-    expect(refused(*LLAMA, *SYNTHETIC, *words), "--fp8 1", "--lr takes a number, got 'fast'", "max_steps", "no_shard")
-    words = ["--shard_degree", 2, "--distributed_backend", "nccl", "--output_dir", "/proc/x", "--num_heads", 4]
-    expect(refused(*LLAMA, *SYNTHETIC, *words), "does not divide", "nccl needs GPUs", "/proc/x cannot be written")
-
-
 def test_a_bad_line_of_the_data(refused, tmp_path):
     (tmp_path / "a.jsonl").write_text(ROW + "{oops\n")
     expect(refused(*LLAMA, "--max_steps", 1, "--training_dir", tmp_path), "a.jsonl, line 2: not valid JSON")

@@ -170,15 +170,6 @@ def test_sums_over_many_calls_are_in_fp32():
     assert found.out.shape == query.shape
 
 
-def test_a_row_without_keys_has_a_logarithm_of_zero_in_the_kernel():
-    """Why no piece may have such a row: merged, it would count as a key of score 0."""
-    query, key = torch.randn(1, 1, 2, WIDTH), torch.randn(1, 1, 3, WIDTH)
-    mask = torch.zeros(2, 3)
-    mask[0] = -math.inf
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, key, attn_mask=mask)
-    assert out[0, 0, 0].eq(0).all() and lse[0, 0, 0] == 0
-
-
 def test_queries_that_see_none_of_some_keys_stay_as_they_are():
     case = CASES["documents"]
     query, key_value, gradient = inputs_of(case)

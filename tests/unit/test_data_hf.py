@@ -13,12 +13,13 @@ import pytest
 
 from data.sample.build import HERE
 from smp.data import hf as module
-from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline, open_samples
+from smp.data.data_pipeline import DataConfig, create_data_pipeline, open_samples
 from smp.data.hf import MappedRows
 from smp.data.source import find_data, open_rows
 from smp.data.storage import list_files
 from smp.data.token_cache import Columns, cached, recorded
 from smp.errors import UserError
+from tests.unit.test_data_any import shape
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
 
@@ -268,10 +269,7 @@ def hub_cache(tmp_path, monkeypatch):
 def by_name(tmp_path, split="train", **settings):
     config = DataConfig(dataset_name="someone/texts", data_cache_dir=str(tmp_path / "cache"), **settings)
     assert config.missing() == []
-    batch = BatchShape(
-        sequence_length=4, vocab_size=100, global_batch_size=1, micro_batch_size=1, data_rank=0, data_size=1, seed=0
-    )
-    return tokens_of(create_data_pipeline(config, split=split, batch=batch)._microbatches.source)
+    return tokens_of(create_data_pipeline(config, split=split, batch=shape(4, 100))._microbatches.source)
 
 
 TURNS = [
@@ -384,9 +382,6 @@ def test_validation_split_is_of_the_training_split(tmp_path, monkeypatch, by):
         **data, dataset_type="chat", tokenizer_name_or_dir=str(HERE / "tokenizer"), validation_split=0.25,
         chat_template=str(HERE / "chat_template.jinja"), validation_freq=1, data_cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
-    batch = BatchShape(
-        sequence_length=32, vocab_size=2048, global_batch_size=1, micro_batch_size=1, data_rank=0, data_size=1, seed=0
-    )
-    taken = [open_samples(config, split=split, batch=batch) for split in ("train", "validation")]
+    taken = [open_samples(config, split=split, batch=shape(32)) for split in ("train", "validation")]
     assert [len(each.numbers) for each in taken] == [15, 5]
     assert sorted(np.concatenate([each.numbers for each in taken])) == [*range(20)]

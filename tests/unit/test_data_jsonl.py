@@ -77,18 +77,6 @@ def test_a_bad_line_is_named_with_its_file(tmp_path, line):
         open_all(tmp_path, tmp_path / "cache")
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"input_ids": [1]}\n{"x": "\xff"}\n')
-    with pytest.raises(UserError, match=r"a.jsonl, line 2: not UTF-8"):
-        open_all(tmp_path, tmp_path / "cache")
-
-
-def test_a_file_of_blank_lines_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n\n")
-    with pytest.raises(UserError, match=r"a.jsonl contains no rows"):
-        open_all(tmp_path, tmp_path / "cache")
-
-
 def test_a_truncated_gzip_leaves_no_cache(tmp_path):
     whole = gzip.compress(b"".join(b'{"input_ids": [%d]}\n' % (i * 7919 % 97) for i in range(5000)))
     (tmp_path / "a.jsonl.gz").write_bytes(whole[:-30])

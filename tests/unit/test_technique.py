@@ -57,15 +57,6 @@ def listed(monkeypatch):
     monkeypatch.setattr(parallelize, "TECHNIQUES", [*parallelize.TECHNIQUES[:-1], ballast, parallelize.TECHNIQUES[-1]])
 
 
-def test_the_list_is_what_is_applied():
-    names = [technique.__name__.removeprefix("smp.parallel.") for technique in parallelize.TECHNIQUES]
-    *others, last = names
-    assert others == [
-        "lora", "context", "attention", "tensor", "activation_checkpoint", "compile_blocks", "offload", "loss",
-    ]  # fmt: skip
-    assert last == "sharding"
-
-
 def test_its_problems_are_refused_with_the_others(listed, tmp_path):
     with pytest.raises(ConfigError) as refused:
         plan_of(["--num_layers", 3, *OFFLOAD, "--global_batch_size", 2**25], tmp_path)
