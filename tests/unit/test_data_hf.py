@@ -20,6 +20,7 @@ from smp.data.storage import list_files
 from smp.data.token_cache import Columns, cached, recorded
 from smp.errors import UserError
 from tests.unit.test_data_any import shape
+from tests.unit.test_data_packing import tokens_of
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
 
@@ -39,10 +40,6 @@ def open_all(path, cache, split="train", width=4, vocab=100):
 
 def no_tokenizer():
     raise UserError("this is text")
-
-
-def tokens_of(source):
-    return [source.rows(np.array([index]))[0].tokens.tolist() for index in range(len(source))]
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -11,15 +11,12 @@ from smp.data.jsonl import LINES
 from smp.data.rows import open_ids
 from smp.data.storage import list_files
 from smp.errors import UserError
+from tests.unit.test_data_packing import tokens_of
 
 
 def open_all(path, cache, width=4, vocab=100):
     files = list_files(str(path), extensions=(".json", ".jsonl"))
     return open_ids(files, LINES, sequence_length=width, vocab_size=vocab, cache_dir=str(cache))
-
-
-def tokens_of(source):
-    return [source.rows(np.array([index]))[0].tokens.tolist() for index in range(len(source))]
 
 
 def test_plain_gzip_and_remote_files_give_the_same_rows(tmp_path):

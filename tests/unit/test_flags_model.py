@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-import smp.parallel.linear_loss
 import smp.parallel.parallelize
 import smp.parallel.sharding
 from smp.errors import ConfigError
@@ -45,6 +44,7 @@ from tests.flags import (
 from tests.job import LLAMA, NEOX
 from tests.reference import VOCABULARY
 from tests.unit.test_activation_checkpoint import products
+from tests.unit.test_chunked_loss import counted
 
 GPT2 = [*NEOX[2:], "--model_type", "gpt2"]
 
@@ -202,13 +202,7 @@ def test_cpu_offload():
 
 @check("loss_chunk_tokens", "z_loss")
 def test_loss_in_chunks(monkeypatch):
-    rows = []
-    of_chunk = smp.parallel.linear_loss.token_losses_
-    monkeypatch.setattr(
-        smp.parallel.linear_loss,
-        "token_losses_",
-        lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k),
-    )
+    rows = counted(monkeypatch)
 
     def loss(words):
         rows.clear()

@@ -56,6 +56,7 @@ def imported_by(*words: str | pathlib.Path) -> set[str]:
         words, cwd=ROOT, env={"PYTHONPROFILEIMPORTTIME": "1"}, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0 and "usage: smp" in done.stdout, done.stderr
+    assert all(f"\n    {name} " in done.stdout for name in smp.cli.COMMANDS)
     return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
 
 
