@@ -56,6 +56,9 @@ SHOWN_BY_JOBS = {
     "resume/test_object_store_job.py": {
         "test_a_run_goes_on_from_the_url_on_a_new_machine": "checkpoint_cache_dir",
     },
+    "unit/test_memory_profile.py": {
+        "test_a_job_shows_what_holds_the_memory_of_each_rank": "memory_profiling_all_ranks",
+    },
     "resume/test_train.py": {"test_one_flipped_rng_byte_is_noticed": "resume_from_checkpoint verify_checkpoint"},
 }
 NO_EFFECT = [name for name, flag in FLAGS.items() if flag.field.metadata["no_effect"] and name == flag.field.name]

@@ -124,26 +124,14 @@ def test_bad_rows_are_named_with_their_file(tmp_path, words):
         open_all(tmp_path / "a.parquet", tmp_path / "cache")
 
 
-def test_rows_are_numbered_over_record_batches(tmp_path):
-    rows = [[1, 2]] * 2500
-    rows[2400] = [1, 77]
-    save(tmp_path / "d", {"input_ids": rows})
-    pq.write_table(pa.table({"input_ids": rows}), tmp_path / "a.parquet")
-    for path in (tmp_path / "d", tmp_path / "a.parquet"):
-        open_all(path, tmp_path / "cache", vocab=78)
-        with pytest.raises(UserError, match="row 2401: token id 77"):
-            open_all(path, tmp_path / "cache", vocab=77)
-
-
-def test_labels_are_checked_again_for_another_vocabulary(tmp_path):
-    labels = [[-100, 2]] * 2500
-    labels[2400] = [-100, 77]
-    columns = {"input_ids": [[1, 2]] * 2500, "labels": labels}
+@pytest.mark.parametrize(("column", "said"), [("input_ids", "token id 77"), ("labels", "label 77 is outside")])
+def test_rows_are_numbered_over_record_batches_and_checked_again_for_another_vocabulary(tmp_path, column, said):
+    columns = {"input_ids": [[1, 2]] * 2500, column: [*[[1, 2]] * 2400, [1, 77], *[[1, 2]] * 99]}
     save(tmp_path / "d", columns)
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     for path in (tmp_path / "d", tmp_path / "a.parquet"):
         open_all(path, tmp_path / "cache", vocab=78)
-        with pytest.raises(UserError, match="row 2401: label 77 is outside"):
+        with pytest.raises(UserError, match=f"row 2401: {said}"):
             open_all(path, tmp_path / "cache", vocab=77)
 
 

@@ -23,23 +23,35 @@ def degrees(strategy="hybrid_shard", degree=0, world=16, local=8, tp=1, cp=1):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "degree", "expected"),
+    ("strategy", "degree", "tp", "expected"),
     [
-        ("hybrid_shard", 0, (2, 8, True)),
-        ("_hybrid_shard_zero2", 0, (2, 8, False)),
-        ("full_shard", 0, (1, 16, True)),
-        ("shard_grad_op", 0, (1, 16, False)),
-        ("no_shard", 0, (16, 1, False)),
-        ("hybrid_shard", 1, (16, 1, False)),
-        ("no_shard", 1, (16, 1, False)),
-        ("hybrid_shard", 4, (4, 4, True)),
-        ("full_shard", 4, (4, 4, True)),
-        ("_hybrid_shard_zero2", 2, (8, 2, False)),
-        ("hybrid_shard", 16, (1, 16, True)),
+        ("hybrid_shard", 0, 1, (2, 8, True)),
+        ("_hybrid_shard_zero2", 0, 1, (2, 8, False)),
+        ("full_shard", 0, 1, (1, 16, True)),
+        ("shard_grad_op", 0, 1, (1, 16, False)),
+        ("no_shard", 0, 1, (16, 1, False)),
+        ("hybrid_shard", 1, 1, (16, 1, False)),
+        ("no_shard", 1, 1, (16, 1, False)),
+        ("hybrid_shard", 4, 1, (4, 4, True)),
+        ("full_shard", 4, 1, (4, 4, True)),
+        ("_hybrid_shard_zero2", 2, 1, (8, 2, False)),
+        ("hybrid_shard", 16, 1, (1, 16, True)),
+        # Two hosts of eight: what the strategy says holds for the ranks that read different data.
+        ("hybrid_shard", 0, 2, (2, 4, True)),
+        ("_hybrid_shard_zero2", 0, 4, (2, 2, False)),
+        ("hybrid_shard", 0, 8, (2, 1, False)),
+        ("hybrid_shard", 0, 16, (1, 1, False)),  # a tensor-parallel group of two hosts
+        ("full_shard", 0, 2, (1, 8, True)),
+        ("shard_grad_op", 0, 4, (1, 4, False)),
+        ("no_shard", 0, 4, (4, 1, False)),
+        ("hybrid_shard", 1, 2, (8, 1, False)),
+        ("hybrid_shard", 4, 2, (2, 4, True)),
+        ("full_shard", 2, 4, (2, 2, True)),
+        ("hybrid_shard", 8, 2, (1, 8, True)),
     ],
 )
-def test_degree_rules(strategy, degree, expected):
-    assert degrees(strategy, degree) == expected
+def test_degree_rules(strategy, degree, tp, expected):
+    assert degrees(strategy, degree, tp=tp) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,27 +70,6 @@ def test_other_layouts_of_a_mesh():
     assert lay_out(1, 1, 2).with_degree("tp", 4) is None
     shards = sharding_choices(world_size=24, local_world_size=8, tp=2)
     assert [(other.replicas.size, other.shard.size) for other in shards] == [(12, 1), (6, 2), (3, 4), (1, 12)]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "degree", "tp", "expected"),
-    [
-        # Two hosts of eight: what the strategy says holds for the ranks that read different data.
-        ("hybrid_shard", 0, 2, (2, 4, True)),
-        ("_hybrid_shard_zero2", 0, 4, (2, 2, False)),
-        ("hybrid_shard", 0, 8, (2, 1, False)),
-        ("hybrid_shard", 0, 16, (1, 1, False)),  # a tensor-parallel group of two hosts
-        ("full_shard", 0, 2, (1, 8, True)),
-        ("shard_grad_op", 0, 4, (1, 4, False)),
-        ("no_shard", 0, 4, (4, 1, False)),
-        ("hybrid_shard", 1, 2, (8, 1, False)),
-        ("hybrid_shard", 4, 2, (2, 4, True)),
-        ("full_shard", 2, 4, (2, 2, True)),
-        ("hybrid_shard", 8, 2, (1, 8, True)),
-    ],
-)
-def test_degree_rules_under_tensor_parallelism(strategy, degree, tp, expected):
-    assert degrees(strategy, degree, tp=tp) == expected
 
 
 @pytest.mark.parametrize(
