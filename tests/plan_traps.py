@@ -1,11 +1,10 @@
 """Stand-ins of the planned world, each undone in a process for one plan: what goes wrong without it.
 
-Those without which tests/parity/test_plan_bytes.py fails are not among them.
+Those without which another test fails, such as tests/parity/test_plan_bytes.py, are not among them.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,6 @@ from transformers import masking_utils
 from transformers.utils import import_utils
 
 from smp.data.data_pipeline import StepBatch
-from smp.parallel.offload import offload
-from smp.parallel.offload import technique as offload_technique
 from smp.plan import fake_cuda, trace
 
 # As they are before the world is prepared.
@@ -36,14 +33,6 @@ def _is_tracing() -> None:
     import_utils.is_tracing = masking_utils.is_tracing = _IS_TRACING
 
 
-def _identity() -> None:
-    """Tell storages apart by their addresses."""
-    source = inspect.getsource(offload)
-    assert "untyped_storage()._cdata" in source
-    exec(source.replace("untyped_storage()._cdata", "untyped_storage().data_ptr()"), offload.__dict__)
-    offload_technique.apply_activation_offload = offload.apply_activation_offload
-
-
 def _attention() -> None:
     F.scaled_dot_product_attention = _ATTENTION
 
@@ -54,7 +43,7 @@ def _streams() -> None:
 
 
 WITHOUT: dict[str, Callable[[], None]] = {
-    "pause": _pause, "is_tracing": _is_tracing, "identity": _identity, "attention": _attention, "streams": _streams,
+    "pause": _pause, "is_tracing": _is_tracing, "attention": _attention, "streams": _streams,
 }  # fmt: skip
 
 

@@ -302,10 +302,7 @@ def test_evaluation(refused, finished, tmp_path):
 
 
 DAMAGE = {
-    "tensors": (
-        "*.safetensors",
-        "is damaged: .*safetensors has [0-9]+ bytes instead of [0-9]+",
-    ),
+    "tensors": ("*.safetensors", "is damaged: .*safetensors has [0-9]+ bytes instead of [0-9]+"),
     "manifest": ("manifest.json", "manifest.json does not match its own checksum"),
 }
 
@@ -346,30 +343,21 @@ def test_an_existing_run_is_left_alone(words, pattern, finished, refused, tmp_pa
     assert snapshot(finished) == before
 
 
-def test_four_processes_refuse_a_tensor_parallel_degree_and_write_nothing(tmp_path):
-    model = [*LLAMA, "--hidden_width", 48, "--num_heads", 12, "--num_key_value_heads", 3]
-    words = [*model, *SYNTHETIC, "--output_dir", tmp_path / "run", "--tensor_parallel_degree", 4]
-    outcome = run_job(*words, world_size=4)
-    assert outcome.statuses == [2] * 4 and "Traceback" not in outcome.output, outcome.output
-    pattern = "degree 4 neither divides the 3 key/value heads nor is a multiple of them: choose one of 1, 3, 6$"
+# Twelve heads, and three of keys and values.
+WIDER = ["--hidden_width", 48, "--num_heads", 12, "--num_key_value_heads", 3]
+SEVERAL = [
+    (2, ["--max_stps", 3], "unknown flag --max_stps: did you mean max_steps"),
+    (2, ["--global_batch_size", 1], "--global_batch_size 1 is smaller than the 2 data-parallel .*at least 2, or fewer"),
+    (4, [*WIDER, "--tensor_parallel_degree", 4], "degree 4 neither divides the 3 key/value heads nor .* of 1, 3, 6$"),
+]
+
+
+@pytest.mark.parametrize(("processes", "words", "pattern"), SEVERAL)
+def test_several_processes_say_it_once_and_write_nothing(processes, words, pattern, tmp_path):
+    outcome = run_job(*LLAMA, *SYNTHETIC, "--output_dir", tmp_path / "run", *words, world_size=processes)
+    assert outcome.statuses == [2] * processes and "Traceback" not in outcome.output, outcome.output
     expect(outcome.output.strip().splitlines(), pattern)
     assert not list((tmp_path / "run").rglob("*"))
-
-
-@pytest.mark.parametrize(
-    ("words", "pattern"),
-    [
-        (["--max_stps", 3], "unknown flag --max_stps: did you mean max_steps"),
-        (
-            ["--global_batch_size", 1],
-            "--global_batch_size 1 is smaller than the 2 data-parallel .*at least 2, or fewer",
-        ),
-    ],
-)
-def test_two_processes_say_it_once(words, pattern, tmp_path):
-    outcome = run_job(*LLAMA, *SYNTHETIC, "--output_dir", tmp_path / "run", *words, world_size=2)
-    assert outcome.statuses == [2, 2] and "Traceback" not in outcome.output, outcome.output
-    expect(outcome.output.strip().splitlines(), pattern)
 
 
 def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_path):

@@ -14,6 +14,7 @@ from smp.parallel.context import kernels
 from smp.parallel.context import layout as layouts
 from smp.parallel.context.kernels import Attended, Gradients, Seen, empty_result, wide
 from smp.parallel.context.layout import Range, SequenceLayout, find_spans, split_columns
+from tests.unit.test_context_layout import columns_of
 
 BATCH, HEADS, WIDTH, RANKS = 2, 4, 8, 4
 SCALE = 0.3
@@ -46,10 +47,6 @@ CASES = {
     "window and documents": Case(window=9, starts=DOCUMENTS),
     "window of one": Case(window=1),
 }
-
-
-def columns_of(ranges: tuple[Range, ...]) -> list[int]:
-    return [column for first, last in ranges for column in range(first, last)]
 
 
 def inputs_of(case: Case, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -29,7 +29,6 @@ import tests.unit.test_plan_ledger
 import tests.unit.test_trackers  # noqa: F401
 import train_lib
 from smp.checkpoint import saver
-from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.read_back import ReadBack
 from smp.config import Settings
 from smp.errors import UserError
@@ -37,12 +36,12 @@ from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.models.registry import build_model, family_of
 from smp.parallel import context
-from smp.parallel.parallelize import own_part, prepare_model
+from smp.parallel.parallelize import own_part
 from smp.parallel.technique import Setup
-from smp.runtime import Launch, process_group
+from smp.runtime import Launch
 from smp.train import garbage, trainer
 from smp.train import step as one_step
-from smp.train.arguments import FLAGS, parse_args
+from smp.train.arguments import FLAGS
 from smp.train.checked_job import planned_launch
 from smp.train.start import resolve
 from tests.flags import CHECKS, LIVE, NO_EFFECT, ROOT, SHOWN_BY_JOBS, SYNTHETIC, Words, check, differs, parse, plan_of
@@ -58,7 +57,7 @@ def quick_runs(monkeypatch):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Data of every kind, a model directory, and an nccl-tests log."""
+    """Data of every kind, and an nccl-tests log."""
     root = tmp_path_factory.mktemp("files")
     for folder, counts in (("train", (6, 3)), ("test", (2, 5))):
         (root / folder).mkdir()
@@ -68,11 +67,8 @@ def files(tmp_path_factory):
                 file.writelines(json.dumps({"input_ids": [6 * part + row] * 16}) + "\n" for row in range(rows))
     (root / "text.txt").write_text("It was a bright day.\n\nThe sun stood high.\n\n" * 40)
     (root / "nccl.log").write_text("# Avg bus bandwidth    : 12.5\n")
-    resolved = resolve_model(parse_args([*LLAMA, *SYNTHETIC]).model)
-    model = build_model(resolved.hf_config, attn_implementation="sdpa")
-    export_hf(model, root / "model", hf_config=resolved.hf_config)
     return SimpleNamespace(
-        root=root, model=root / "model", text=root / "text.txt", train=root / "train", test=root / "test",
+        root=root, text=root / "text.txt", train=root / "train", test=root / "test",
         tokenizer=ROOT / "data" / "sample" / "tokenizer", nccl=root / "nccl.log",
     )  # fmt: skip
 
@@ -89,33 +85,10 @@ def test_every_live_flag_has_a_check():
     for file, jobs in SHOWN_BY_JOBS.items():
         text = (ROOT / "tests" / file).read_text()
         for name, flags in jobs.items():
-            (lines,) = re.findall(rf"^def {name}\(.*?(?=^\S|\Z)", text, re.M | re.S)
+            (lines,) = [part for part in text.split("\n\n\n") if re.search(rf"^def {name}\(", part, re.M)]
             assert [flag for flag in flags.split() if f'"--{flag}"' not in lines] == [], name
             shown += flags.split()
     assert sorted(shown) == sorted(LIVE)
-
-
-@check("finetune", "pretrained_checkpoint_file", "pretrained_model_name", "finetune_checkpoint_load_dir",
-       "hf_pretrained_model_name_or_dir")  # fmt: skip
-def test_pretrained_weights(files):
-    def embedding(words):
-        config = parse([*SYNTHETIC, *words])
-        resolved = resolve_model(config.model)
-        with process_group(config.comm, Launch(), torch.device("cpu")):
-            mesh = resolve_mesh(config.parallel, world_size=1, local_world_size=1).join("cpu")
-            model = prepare_model(
-                resolved, mesh=mesh, settings=Settings((config.parallel, config.activation)),
-                dtype=torch.float32, device=torch.device("cpu"), seed=1, load_weights=True,
-            )  # fmt: skip
-            return model.model.embed_tokens.weight.full_tensor().sum().item()
-
-    named = ["--finetune", 1, "--pretrained_model_name", files.model, "--finetune_checkpoint_load_dir", files.model]
-    file = ["--finetune", 1, "--pretrained_checkpoint_file", files.model / "model.safetensors"]
-    whole = embedding(["--hf_pretrained_model_name_or_dir", files.model])
-    assert embedding(named) == embedding(file) == whole
-    assert embedding(["--model", files.model]) != whole
-    with pytest.raises(UserError, match="--pretrained_checkpoint_file is for finetuning: add --finetune 1"):
-        parse([*SYNTHETIC, "--pretrained_checkpoint_file", files.model])
 
 
 @check("max_steps", "epochs", "synthetic_samples")

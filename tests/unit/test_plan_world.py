@@ -6,9 +6,7 @@ those steps fall into themselves has no test here.
 
 from __future__ import annotations
 
-import functools
 import pathlib
-import tempfile
 from typing import Any
 
 import pytest
@@ -26,13 +24,8 @@ MODEL = (
 )
 SPLIT = "--tensor_parallel_degree 2"
 KEPT = "--activation_checkpointing 0"
-DEEP = f"{KEPT} --num_layers 4"
-WIDE = f"{KEPT} --llama_intermediate_size 2048"
-OFFLOADED = f"{DEEP} --offload_activations 1 --activation_loading_horizon 1"
-FOLDER = f"--offload_dir {tempfile.gettempdir()}"
-TO_DISK = f"{OFFLOADED} {FOLDER}"
 
-trial = pytest.mark.slow  # two minutes of a core; the bytes of the plan as it is: tests/parity/test_plan_bytes.py
+trial = pytest.mark.slow  # a minute of a core; the bytes of the plan as it is: tests/parity/test_plan_bytes.py
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="a plan for GPUs needs a C++ compiler")
 of_a_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -40,35 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def request(words: str = "", world: int = 2, backend: str = "gloo", *where: str) -> dict[str, Any]:
     return {"words": (MODEL + words).split(), "world": world, "rank": 0, "backend": backend, "where": list(where)}
-
-
-# Of each trap, by the name of its stand-in: a step that falls into it.
-ON_CPU = {
-    "pause": request(SPLIT, 4, "gloo", "shapes are new"),
-    "is_tracing": request("", 2, "gloo", "batches have padding masks"),
-    "identity": request(TO_DISK),
-}
-ON_GPU = {
-    "attention": request(KEPT, 2, "nccl"),
-    "streams": request("", 2, "nccl"),
-    "identity": request(OFFLOADED, 2, "nccl"),
-}
-# Steps without tampering, to compare with.
-PLAIN_ON_CPU = {"": request(), DEEP: request(DEEP), SPLIT: request(SPLIT, 4)}
-PLAIN_ON_GPU = {DEEP: request(DEEP, 2, "nccl"), WIDE: request(WIDE, 2, "nccl")}
-
-
-@functools.cache
-def answers(device_type: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Plan with and without each stand-in, forks of one process; and the steps to compare with."""
-    traps, plain, shim = (ON_CPU, PLAIN_ON_CPU, None) if device_type == "cpu" else (ON_GPU, PLAIN_ON_GPU, build_shim())
-    pairs = {trap: [given, {**given, "without": trap}] for trap, given in traps.items()}
-    pairs |= {words: [given, given] for words, given in plain.items()}
-    requests: list[dict[str, Any]] = []
-    for pair in pairs.values():
-        requests += [each for each in pair if each not in requests]  # equal ones are planned once
-    found = planned(requests, shim=shim)
-    return {name: (found[requests.index(a)], found[requests.index(b)]) for name, (a, b) in pairs.items()}
 
 
 def test_micro_batches_are_the_jobs():
@@ -86,23 +50,18 @@ def test_micro_batches_are_the_jobs():
 
 @trial
 def test_shapes_of_dtensors_are_no_allocations():
-    right, without = answers("cpu")["pause"]
-    assert right == answers("cpu")[SPLIT][0]  # where no shape is new
+    step = request(SPLIT, 4, "gloo", "shapes are new")
+    plain, right, without = planned([request(SPLIT, 4), step, {**step, "without": "pause"}])
+    assert right == plain  # where no shape is new
     assert without["own_peaks"]["gathered parameters"] > right["own_peaks"]["gathered parameters"]
 
 
 @trial
 def test_a_padding_mask_without_padding_makes_no_square():
-    right, without = answers("cpu")["is_tracing"]
-    assert right["total"] == answers("cpu")[""][0]["total"] + 8 * BATCH * LENGTH  # the padding masks
+    step = request("", 2, "gloo", "batches have padding masks")
+    plain, right, without = planned([request(), step, {**step, "without": "is_tracing"}])
+    assert right["total"] == plain["total"] + 8 * BATCH * LENGTH  # the padding masks
     assert without["total"] >= right["total"] + BATCH * LENGTH * LENGTH
-
-
-@trial
-def test_storages_differ_though_all_are_at_address_0():
-    right, without = answers("cpu")["identity"]
-    assert right["total"] < without["total"]
-    assert without["at_peak"]["activations"] == answers("cpu")[DEEP][0]["at_peak"]["activations"]  # none leaves
 
 
 @trial
@@ -110,23 +69,18 @@ def test_storages_differ_though_all_are_at_address_0():
 @of_a_cpu_build
 def test_attention_has_the_kernel_of_a_gpu():
     """Torch chooses by what a device has: a build for CPUs multiplies whole squares of scores."""
-    right, without = answers("cuda")["attention"]
+    step = request(KEPT, 2, "nccl")
+    right, without = planned([step, {**step, "without": "attention"}], shim=build_shim())
     assert without["total"] >= right["total"] + 4 * BATCH * LENGTH * LENGTH * 4  # heads, fp32
 
 
 @trial
 @needs_compiler
 def test_streams_do_not_share_a_pool():
-    right, without = answers("cuda")["streams"]
+    step = request("", 2, "nccl")
+    right, without = planned([step, {**step, "without": "streams"}], shim=build_shim())
     assert right["total"] == without["total"]
     assert right["reserved"] > without["reserved"]
-
-
-@trial
-@needs_compiler
-def test_offloading_leaves_the_gpu_though_all_is_at_address_0():
-    right, without = answers("cuda")["identity"]
-    assert right["total"] < without["total"] == answers("cuda")[DEEP][0]["total"]
 
 
 @trial
@@ -136,5 +90,6 @@ def test_kernels_that_a_gpu_has_are_not_taken_apart(tmp_path: pathlib.Path):
     """Of SiLU's backward, which a build for CPUs decomposes into products of the width of the MLP."""
     source = tmp_path / "shim.cpp"
     source.write_text(f'#define CUDA_SHIM_HAS_VALUES\n#include "{SOURCE}"\n')
-    right, without = answers("cuda")[WIDE][0], planned([PLAIN_ON_GPU[WIDE]], shim=build_shim(ROOT / "build", source))[0]
+    step = request(f"{KEPT} --llama_intermediate_size 2048", 2, "nccl")
+    (right,), (without,) = (planned([step], shim=shim) for shim in (build_shim(), build_shim(ROOT / "build", source)))
     assert without["total"] > right["total"]
