@@ -167,14 +167,6 @@ def test_half_precision_is_converted_and_said(tmp_path, caplog, dtype):
     assert "F16 to float32" in caplog.text
 
 
-def test_file_keys_are_hugging_faces(tmp_path):
-    reference_model("gpt_neox").save_pretrained(tmp_path)
-    assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
-    names = family_of(tiny_config("gpt_neox")).file_names
-    assert names.module_key("embed_out.weight") == "lm_head.weight"
-    assert names.file_key("lm_head.weight") == "embed_out.weight"
-
-
 def test_old_buffers_are_skipped_and_module_names_accepted(tmp_path):
     reference, model = reference_model("gpt_neox"), empty_model("gpt_neox")
     reference.save_pretrained(tmp_path)
@@ -187,14 +179,6 @@ def test_old_buffers_are_skipped_and_module_names_accepted(tmp_path):
             tensors[f"{prefix}.rotary_emb.inv_freq"] = torch.ones(1)
 
     load_pretrained_(model, rewrite(tmp_path, age), hf_config=model.config)
-    assert_same(model, reference)
-
-
-def test_a_checkpoint_without_the_base_prefix_loads(tmp_path):
-    reference, model = reference_model("llama_tied"), empty_model("llama_tied")
-    reference.model.save_pretrained(tmp_path)
-    assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "model.safetensors")
-    load_pretrained_(model, tmp_path, hf_config=model.config)
     assert_same(model, reference)
 
 
