@@ -208,10 +208,10 @@ CONTEXT = [  # processes, settings, what is said
 ]  # fmt: skip
 
 
-QUICK = [case if i < 2 else pytest.param(*case, marks=pytest.mark.full) for i, case in enumerate(CONTEXT)]
+CASES = [case if i < 2 else pytest.param(*case, marks=pytest.mark.full) for i, case in enumerate(CONTEXT)]
 
 
-@pytest.mark.parametrize(("processes", "words", "pattern"), QUICK, ids=str)
+@pytest.mark.parametrize(("processes", "words", "pattern"), CASES, ids=str)
 def test_sequences_split_over_ranks(processes, words, pattern, refused):
     expect(refused(*LLAMA, *SYNTHETIC, "--dry_run", 1, "--dry_run_world_size", processes, *words), pattern)
 
