@@ -177,16 +177,6 @@ def test_files_of_another_kind_are_named(tmp_path):
         open_all(tmp_path / "d", tmp_path / "cache")
 
 
-def test_many_rows_need_no_object_each(tmp_path):
-    lengths = np.random.default_rng(0).integers(1, 9, 20_000)
-    values = pa.array(np.arange(lengths.sum()) % 100, pa.int32())
-    column = pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), values)
-    pq.write_table(pa.table({"input_ids": column}), tmp_path / "a.parquet")
-    source = open_all(tmp_path, tmp_path / "cache")
-    assert len(source) == np.ceil(lengths / 4).sum()
-    assert sum(len(source.rows(np.array([i]))[0].tokens) for i in range(len(source))) == lengths.sum()
-
-
 def test_csv_is_read_as_written(tmp_path):
     """An empty cell is an empty text and NA a word, a quoted cell may have lines; gzip is read as it is."""
     content = b'text,n\nhello,1\nNA,\n,3\n"two\nlines",4\n'
