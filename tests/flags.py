@@ -37,6 +37,36 @@ LIVE = [
     for name, flag in FLAGS.items()
     if name == flag.field.name and not flag.field.metadata["only"] and not flag.field.metadata["no_effect"]
 ]
+# By file below tests/, its tests of jobs that show the effect of flags.
+SHOWN_BY_JOBS = {
+    "faults/test_disk.py": {"test_training_goes_on_if_that_is_asked_for": "on_save_error"},
+    "faults/test_nonfinite.py": {"test_a_step_is_left_out_and_the_rest_is_as_without_it": "nonfinite nonfinite_budget"},
+    "faults/test_watchdog.py": {"test_one_process_that_hangs_is_ended_with_its_stacks": "watchdog_timeout"},
+    "parity/test_finetune.py": {
+        "test_first_loss_is_hugging_faces_own": "hf_pretrained_model_name_or_dir",
+        "test_the_seeds_spellings": (
+            "finetune finetune_checkpoint_load_dir pretrained_checkpoint_file pretrained_model_name"
+        ),
+    },
+    "resume/test_checkpoint_job.py": {
+        "test_asynchronous_checkpoints_are_those_of_their_step": "checkpoint_freq checkpoint_type num_kept_checkpoints",
+        "test_one_directory_that_fails_does_not_keep_a_checkpoint_from_the_other": "checkpoint_dir",
+        "test_the_best_by_validation_loss_is_kept": "keep_best",
+    },
+    "resume/test_checkpoint_v1.py": {
+        "test_a_script_goes_on_from_a_job_and_a_job_begins_anew_from_the_script": "reset_progress",
+    },
+    "resume/test_context_parallel_job.py": {
+        "test_a_checkpoint_goes_on_at_any_other_layout": "model_dir save_final_model",
+    },
+    "resume/test_object_store_job.py": {
+        "test_a_run_goes_on_from_the_url_on_a_new_machine": "checkpoint_cache_dir",
+    },
+    "resume/test_train.py": {"test_one_flipped_rng_byte_is_noticed": "resume_from_checkpoint verify_checkpoint"},
+    "unit/test_memory_profile.py": {
+        "test_a_job_shows_what_holds_the_memory_of_each_rank": "memory_profiling_all_ranks",
+    },
+}
 NO_EFFECT = [name for name, flag in FLAGS.items() if flag.field.metadata["no_effect"] and name == flag.field.name]
 
 

@@ -1,30 +1,24 @@
-"""Stand-ins of the planned world, each undone in a process for one plan: what goes wrong without it."""
+"""Stand-ins of the planned world, each undone in a process for one plan: what goes wrong without it.
+
+Those without which another test fails, such as tests/parity/test_plan_bytes.py, are not among them.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import masking_utils
 from transformers.utils import import_utils
 
 from smp.data.data_pipeline import StepBatch
-from smp.mesh import Mesh
-from smp.parallel import sharding
-from smp.parallel.offload import offload
-from smp.parallel.offload import technique as offload_technique
-from smp.plan import fake_cuda, trace, world
-from smp.plan.step_profile import StepTrace
+from smp.plan import fake_cuda, trace
 
 # As they are before the world is prepared.
-_INSTALL_COLLECTIVES = sharding.install_collectives
-_CONCATENATE = DeviceMesh._concatenate
 _IS_TRACING = import_utils.is_tracing
 _ATTENTION = F.scaled_dot_product_attention
 _PROPAGATE = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -39,49 +33,6 @@ def _is_tracing() -> None:
     import_utils.is_tracing = masking_utils.is_tracing = _IS_TRACING
 
 
-def _numbers() -> None:
-    """Let fake tensors be read."""
-    dispatch = StepTrace.__torch_dispatch__
-
-    def passed_on(self: StepTrace, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return func(*args)
-        return dispatch(self, func, types, args, kwargs)
-
-    StepTrace.__torch_dispatch__ = passed_on
-
-
-def _mesh() -> None:
-    """Join the mesh inside the mode."""
-    join = Mesh.join
-
-    def inside(self: Mesh, device_type: str) -> Mesh:
-        with world.fake_mode():
-            return join(self, device_type)
-
-    Mesh.join = inside
-
-
-def _concatenate() -> None:
-    DeviceMesh._concatenate = staticmethod(_CONCATENATE)
-
-
-def _collectives() -> None:
-    sharding.install_collectives = _INSTALL_COLLECTIVES
-
-
-def _store() -> None:
-    offload_technique.build_store = world._build_store
-
-
-def _identity() -> None:
-    """Tell storages apart by their addresses."""
-    source = inspect.getsource(offload)
-    assert "untyped_storage()._cdata" in source
-    exec(source.replace("untyped_storage()._cdata", "untyped_storage().data_ptr()"), offload.__dict__)
-    offload_technique.apply_activation_offload = offload.apply_activation_offload
-
-
 def _attention() -> None:
     F.scaled_dot_product_attention = _ATTENTION
 
@@ -92,9 +43,7 @@ def _streams() -> None:
 
 
 WITHOUT: dict[str, Callable[[], None]] = {
-    "pause": _pause, "is_tracing": _is_tracing, "numbers": _numbers, "mesh": _mesh, "concatenate": _concatenate,
-    "collectives": _collectives, "store": _store, "identity": _identity, "attention": _attention,
-    "streams": _streams,
+    "pause": _pause, "is_tracing": _is_tracing, "attention": _attention, "streams": _streams,
 }  # fmt: skip
 
 

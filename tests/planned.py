@@ -122,7 +122,7 @@ def planned(requests: list[dict[str, Any]], *, shim: pathlib.Path | None = None)
 
     Args:
         requests: of each ``words``, ``world``, ``rank`` and ``backend``; of :mod:`tests.plan_traps` ``where``:
-            conditions, and ``without``: a stand-in to undo, whose answer may be an ``error``.
+            conditions, and ``without``: a stand-in to undo.
         shim: to plan for GPUs, whose answers have ``reserved`` bytes, too.
     """
     if shim is None:
@@ -147,14 +147,9 @@ def _plan(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
         WHERE[condition]()
     if "without" in request:
         WITHOUT[request["without"]]()
-    try:
-        job = job_of(request["words"], request["world"], request["rank"], device)
-        with world.fake_group(request["world"], request["rank"], request["world"], request["backend"]):
-            trace = trace_step(job, CAPABILITY if device.type == "cuda" else None)
-    except Exception as error:
-        if "without" in request:
-            return {"error": f"{type(error).__name__}: {error}"}
-        raise
+    job = job_of(request["words"], request["world"], request["rank"], device)
+    with world.fake_group(request["world"], request["rank"], request["world"], request["backend"]):
+        trace = trace_step(job, CAPABILITY if device.type == "cuda" else None)
     step = whole_step(trace, Repeat(trace.blocks, trace.blocks, 1, 1))
     found = account(step, shared=trace.shared, waiting=untraced_bytes(job) if device.type == "cpu" else None)
     answer = {"total": found.peak.total, "at_peak": dict(found.peak.categories), "own_peaks": dict(found.own_peaks)}

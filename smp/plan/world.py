@@ -1,7 +1,7 @@
 """The world in which a step is planned: torch's fake process group, fake tensors, and stand-ins for what reads values.
 
 For a process that does nothing else: what is replaced stays replaced. Each stand-in is named after the trap it avoids;
-``tests/unit/test_plan_world.py`` has one test for each, which fails without it.
+``tests/parity/test_plan_bytes.py`` or ``tests/unit/test_plan_world.py`` fails without it.
 """
 
 from __future__ import annotations

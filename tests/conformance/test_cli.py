@@ -73,18 +73,6 @@ def refused(call):
 # ------------------------------------------------------------------------------------------------------------------ smp
 
 
-def test_help_needs_no_transformers(call):
-    code = (
-        "import sys, smp.cli\n"
-        "try: smp.cli.main(['--help'])\n"
-        "except SystemExit as error: print(error.code)\n"
-        "print([m for m in ('transformers', 'datasets', 'matplotlib') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(f"\n    {name} " in done.stdout for name in smp.cli.COMMANDS), done.stdout
-    assert done.stdout.endswith("0\n[]\n")
-
-
 def test_it_runs_as_a_module(run_dir):
     words = [sys.executable, "-m", "smp", "verify", "--quick", str(run_dir)]
     done = subprocess.run(words, capture_output=True, text=True)

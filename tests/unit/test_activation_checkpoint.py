@@ -30,17 +30,6 @@ from tests.reference import build_reference, global_batch
 from tests.unit.test_activation_offload import blocks_of, dropout_model, gradients
 
 
-def saved_bytes(model) -> int:
-    """What autograd keeps of one forward: distinct storages, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        loss = model(input_ids=global_batch(0)[0], use_cache=False).logits.sum()
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    del loss
-    return sum(size for pointer, size in sizes.items() if pointer not in parameters)
-
-
 @pytest.mark.parametrize("name", ["gpt_neox", "llama_gqa"])
 @pytest.mark.parametrize(("mode", "every"), [("full", 1), ("full", 2), ("selective", 1), ("selective", 2)])
 def test_same_bits(name, mode, every):
@@ -56,7 +45,7 @@ class Products(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.count += func._opname in ("mm", "addmm", "addmm_")
         return func(*args, **(kwargs or {}))
 
 
@@ -66,30 +55,6 @@ def products(model) -> int:
     with Products() as counter:
         loss.backward()
     return counter.count
-
-
-def test_selective_recomputes_half_of_the_products():
-    counts = {}
-    for mode in ("none", "selective", "full"):
-        model = dropout_model("llama_gqa")
-        if mode != "none":
-            apply_activation_checkpointing(blocks_of(model), mode=mode)
-        counts[mode] = products(model)
-    # Seven products in each of three blocks. The last ones of a block are not needed: recomputation stops before.
-    assert counts["none"] < counts["selective"] < counts["full"]
-    assert counts["full"] - counts["none"] >= 3 * 6
-    assert counts["selective"] - counts["none"] <= (counts["full"] - counts["none"] + 3) // 2
-
-
-def test_every_nth_block():
-    kept = []
-    for every in (1, 2, 3, 4):
-        model = dropout_model("llama_gqa")
-        apply_activation_checkpointing(blocks_of(model), every=every)
-        kept.append(saved_bytes(model))
-    plain = saved_bytes(dropout_model("llama_gqa"))
-    # Of three blocks three, two, one and one are recomputed.
-    assert kept[0] < kept[1] < kept[2] == kept[3] < plain
 
 
 def test_blocks_of_a_model():

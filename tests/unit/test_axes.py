@@ -80,6 +80,6 @@ def test_the_planner_tries_it_and_has_a_column():
     assert "(ep 2 inside)" in title_of(two)
     plans = [(layout, plan_of(layout, allocated=GIB, seconds=1.0)) for layout in (two, one)]
     title, row = [*ranking(Found(plans, [], None, 2, 2), 3, 8)][1:3]
-    assert title.split()[:3] == ["shard", "tp", "ep"] and row.split()[3] == "2"
+    assert title.split()[:4] == ["shard", "tp", "ep", "batch"] and row.split()[3] == "2"
     given = found_layouts("--expert_parallel_degree", 2, nodes=1)
     assert {each.mesh.degree("ep") for each in given} == {2}

@@ -72,18 +72,13 @@ def test_later_choices_see_earlier_ones_also_in_the_memory_that_they_ask_for(sho
     assert asked == [{"compile": True, "offload_activations": True}, {"compile": False}]
 
 
-def test_adapters_that_draw_are_not_compiled():
-    settings = Settings((ActivationConfig(), lora.Config(lora_rank=2, lora_dropout=0.1)))
-    assert list(compile_blocks.choose(situation(settings))) == [
-        Choice(COMPILE, False, "--lora_dropout draws in blocks")
-    ]
-
-
-def test_dropout_of_the_model_is_not_compiled_unasked():
-    neox = GPTNeoXConfig(hidden_dropout=0.1)
-    assert list(compile_blocks.choose(dataclasses.replace(situation(undecided()), hf_config=neox))) == [
-        Choice(COMPILE, False, "hidden_dropout draws in blocks")
-    ]
+@pytest.mark.parametrize(("settings", "model", "reason"), [
+    ([lora.Config(lora_rank=2, lora_dropout=0.1)], None, "--lora_dropout draws in blocks"),
+    ([], GPTNeoXConfig(hidden_dropout=0.1), "hidden_dropout draws in blocks"),
+])  # fmt: skip
+def test_blocks_that_draw_are_not_compiled_unasked(settings, model, reason):
+    seen = dataclasses.replace(situation(Settings((ActivationConfig(), *settings))), hf_config=model)
+    assert list(compile_blocks.choose(seen)) == [Choice(COMPILE, False, reason)]
 
 
 def test_split_blocks_are_not_compiled_unasked():

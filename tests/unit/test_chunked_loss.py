@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
 import smp
 from smp.config import LossConfig, Settings
@@ -19,6 +19,7 @@ from smp.parallel import choices
 from smp.parallel.loss import Targets, chosen_tokens, chunk_loss, linear_cross_entropy, model_loss_sum
 from tests.distributed import run_distributed
 from tests.reference import VOCABULARY, build_reference, global_batch, tiny_config
+from tests.unit.test_activation_checkpoint import Products
 
 BATCH, LENGTH, HIDDEN, WORDS = 3, 7, 16, 31
 
@@ -86,16 +87,6 @@ def test_nothing_counts():
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
     loss.backward()
     assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._opname in ("mm", "addmm", "addmm_")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,21 +174,6 @@ def test_numbers_of_the_products_of_gpus(monkeypatch, bias, z_loss, transform):
         assert torch.linalg.norm(one - other) <= 4e-3 * torch.linalg.norm(other)
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has none before 2.13")
-@pytest.mark.parametrize("chunked", [False, True])
-def test_agrees_with_torchs(chunked):
-    hidden, weight, bias, labels = inputs(torch.float64, bias=True)
-    found = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=4)
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=4) if chunked else None
-    expected = F.linear_cross_entropy(
-        hidden[:, :-1].flatten(0, 1), weight, labels[:, 1:].flatten(), linear_bias=bias, reduction="sum",
-        ignore_index=-100, options=options,
-    )  # fmt: skip
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
-    for one, other in zip(*(torch.autograd.grad(x, (hidden, weight, bias)) for x in (found, expected)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
 def test_frozen_parts_get_no_gradient():
     hidden, weight, _, labels = inputs(torch.float32)
     linear_cross_entropy(hidden, weight.detach(), labels).backward()
@@ -248,14 +224,14 @@ def test_on_a_hugging_face_model(name):
         assert model(input_ids=ids, labels=labels).loss.item() == pytest.approx(expected.loss.item())
 
 
-def assert_is_hugging_faces(reference, *, chunk: int, length: int) -> None:
-    """The loss and the gradient of a model with the loss in chunks, against those of the model itself, in fp32.
-
-    All parameters together: those whose gradients are small sums of much differ by more from each other, and each by as
-    much from fp64's.
-    """
-    model = chunk_loss(copy.deepcopy(reference), chunk_tokens=chunk)
-    ids = torch.randint(0, reference.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
+def test_a_vocabulary_of_128k():
+    """All gradients together: those that are small sums of much differ by more, and as much from fp64's."""
+    config = tiny_config("llama_tied")
+    config.vocab_size = 128_256
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(config).train()
+    model = chunk_loss(copy.deepcopy(reference), chunk_tokens=32)
+    ids = torch.randint(0, config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :3] = -100
     found, expected = (each(input_ids=ids, labels=labels).loss for each in (model, reference))
@@ -264,22 +240,6 @@ def assert_is_hugging_faces(reference, *, chunk: int, length: int) -> None:
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     mine, theirs = (torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (model, reference))
     assert torch.linalg.norm(mine - theirs) <= 1e-6 * torch.linalg.norm(theirs)
-
-
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
-def test_a_vocabulary_of_128k(name):
-    config = tiny_config(name)
-    config.vocab_size = 128_256
-    torch.manual_seed(0)
-    assert_is_hugging_faces(AutoModelForCausalLM.from_config(config).train(), chunk=32, length=48)
-
-
-def test_any_causal_language_model():
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    assert_is_hugging_faces(AutoModelForCausalLM.from_config(config).train(), chunk=5, length=12)
 
 
 def test_chunks_of_nothing_are_refused():

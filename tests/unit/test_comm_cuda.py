@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
@@ -24,7 +25,7 @@ from smp.comm.work_queue import DONE, GpuWork
 from smp.errors import UserError
 from tests.clock import HANG_SECONDS
 from tests.distributed import run_distributed
-from tests.fake_gpu import FakeStream
+from tests.fake_gpu import FakeHandle, FakeStream
 
 HALF = 4096
 SIZES = [0, 1, 63, 1024, 1025, 5000]
@@ -135,27 +136,8 @@ def test_knobs(monkeypatch):
 # --- the order of copies and barriers
 
 
-class FakeHandle:
-    """torch's handle, on CPU memory: a rank is a thread. One of them is slow after every barrier."""
-
-    def __init__(self, rank: int, memories: list[torch.Tensor], barrier: threading.Barrier, slow: int):
-        self.rank, self.memories, self._barrier, self.slow = rank, memories, barrier, slow
-
-    def get_buffer(self, rank, sizes, dtype, offset=0):
-        assert dtype == torch.uint8
-        part = self.memories[rank][offset : offset + sizes[0]]
-        assert len(part) == sizes[0], "out of bounds"
-        return part
-
-    def barrier(self, channel, timeout_ms):
-        assert (channel, timeout_ms) == (0, 7500)
-        self._barrier.wait(HANG_SECONDS)
-        if self.rank == self.slow:
-            time.sleep(0.002)
-
-
 class World:
-    """Ranks that are threads, and what they share."""
+    """Ranks that are threads, and what they share. One of them is slow after every barrier."""
 
     def __init__(self, size: int, slow: int):
         self.size, self.slow, self.barrier = size, slow, threading.Barrier(size)
@@ -163,7 +145,12 @@ class World:
 
     def blocks(self, nbytes: int) -> list[Block]:
         memories = [torch.full((nbytes,), 0xEE, dtype=torch.uint8) for _ in range(self.size)]
-        return [Block(memories[r], FakeHandle(r, memories, self.barrier, self.slow)) for r in range(self.size)]
+        return [Block(memories[r], FakeHandle(memories, partial(self.meet, r))) for r in range(self.size)]
+
+    def meet(self, rank: int) -> None:
+        self.barrier.wait(HANG_SECONDS)
+        if rank == self.slow:
+            time.sleep(0.002)
 
     def run(self, fn) -> None:
         def main(rank):

@@ -19,24 +19,50 @@ def test_attention_of_the_registry_is_taken(model_type):
     assert misfit(tiny_config(model_type)) is None
 
 
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8, "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("model_type", "sentence"),
+    ("model_type", "changes", "sentence"),
     [
-        ("gptj", "its blocks call none of the attention functions in transformers' registry"),
-        ("falcon", "its blocks call none of the attention functions in transformers' registry"),
-        ("gemma2", "its attention function takes softcap, which changes the scores"),
-        ("doge", "it makes masks of its own"),
-        ("nemotron", "its blocks do not hand on keywords to the attention function"),
-        ("minicpm3", "its values are of another width than its queries"),
-        ("mamba", "tokens meet outside of attention (it has linear_attention layers)"),
+        ("gptj", {}, "its blocks call none of the attention functions in transformers' registry"),
+        ("bloom", {}, "its blocks call none of the attention functions in transformers' registry"),
+        ("falcon", {"alibi": True}, "its blocks call none of the attention functions in transformers' registry"),
+        ("gemma2", {}, "its attention function takes softcap, which changes the scores"),
+        ("doge", {}, "it makes masks of its own"),
+        ("nemotron", {}, "its blocks do not hand on keywords to the attention function"),
+        ("stablelm", {}, "its blocks do not hand on keywords to the attention function"),
+        ("minicpm3", {}, "its values are of another width than its queries"),
+        ("mamba", {}, "tokens meet outside of attention (it has linear_attention layers)"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention"] * 2},
+            "tokens meet outside of attention (it has conv layers)",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "its rotary embedding (dynamic) is another for each length of a rank's tokens",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": LONGROPE},
+            "its rotary embedding (longrope) is another for each length of a rank's tokens",
+        ),
         (
             "roberta",
+            {},
             "its positions are counted from behind its padding token's id (roberta.embeddings.position_embeddings)",
         ),
     ],
 )
-def test_others_are_refused_with_a_reason(model_type, sentence):
-    assert misfit(tiny_config(model_type)) == sentence
+def test_others_are_refused_with_a_reason(model_type, changes, sentence):
+    config = tiny_config(model_type)
+    config.update(changes)
+    assert misfit(config) == sentence
 
 
 def refusals(hf_config, *, device="cuda", dtype=torch.bfloat16):

@@ -14,6 +14,7 @@ from smp.parallel.context import kernels
 from smp.parallel.context import layout as layouts
 from smp.parallel.context.kernels import Attended, Gradients, Seen, empty_result, wide
 from smp.parallel.context.layout import Range, SequenceLayout, find_spans, split_columns
+from tests.unit.test_context_layout import columns_of
 
 BATCH, HEADS, WIDTH, RANKS = 2, 4, 8, 4
 SCALE = 0.3
@@ -46,10 +47,6 @@ CASES = {
     "window and documents": Case(window=9, starts=DOCUMENTS),
     "window of one": Case(window=1),
 }
-
-
-def columns_of(ranges: tuple[Range, ...]) -> list[int]:
-    return [column for first, last in ranges for column in range(first, last)]
 
 
 def inputs_of(case: Case, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -161,22 +158,6 @@ def test_bf16_is_close(name, exchange):
     # A number of bf16 is off by at most 2^-8 of itself, a probability or an output by a few of those.
     assert max(errors(CASES[name], *run(CASES[name], exchange, torch.bfloat16)).values()) <= 4 * 2**-8
     assert max(errors(CASES[name], *run(CASES[name], exchange, torch.float32)).values()) <= 1e-6
-
-
-def test_sums_over_many_calls_are_in_fp32():
-    query = inputs_of(CASES["causal"], torch.bfloat16)[0]
-    found, gradients = run(CASES["causal"], "p2p", torch.bfloat16)
-    assert {found.out.dtype, found.lse.dtype, gradients.query.dtype, gradients.key_value.dtype} == {torch.float32}
-    assert found.out.shape == query.shape
-
-
-def test_a_row_without_keys_has_a_logarithm_of_zero_in_the_kernel():
-    """Why no piece may have such a row: merged, it would count as a key of score 0."""
-    query, key = torch.randn(1, 1, 2, WIDTH), torch.randn(1, 1, 3, WIDTH)
-    mask = torch.zeros(2, 3)
-    mask[0] = -math.inf
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, key, attn_mask=mask)
-    assert out[0, 0, 0].eq(0).all() and lse[0, 0, 0] == 0
 
 
 def test_queries_that_see_none_of_some_keys_stay_as_they_are():

@@ -148,13 +148,5 @@ def test_a_query_sees_its_own_key_before_others(block, leaf, monkeypatch):
             assert len(met) == rows * len(query_columns)
 
 
-def test_later_ranks_keys_are_not_seen():
-    layout = split_columns(32, 4, balanced=False)
-    assert find_spans(layout, layout.ranges[0], layout.ranges[3], None) == ()
-    # A window that does not reach back to a rank's keys needs nothing of them.
-    assert find_spans(layout, layout.ranges[3], layout.ranges[0], 17) == ()
-    assert len(find_spans(layout, layout.ranges[3], layout.ranges[0], 18)) == 1
-
-
 def test_places_among_those_held():
     assert located(((4, 6), (9, 14))) == [((4, 6), (0, 2)), ((9, 14), (2, 7))]

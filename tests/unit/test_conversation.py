@@ -227,7 +227,6 @@ def test_prompt_and_completion_and_text():
         ({"messages": ASKED, "chat_template_kwargs": [1]}, "qwen3", "auto", "kwargs that are a list; they must be an"),
         ({"messages": ASKED, "chat_template_kwargs": {"tools": 1}}, "qwen3", "auto", "the chat template refuses it"),
         ({"text": "a"}, "qwen3", "last", "a text without turns, and --train_on last"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "qwen3", "auto", "not text"),
     ],
 )  # fmt: skip
 def test_conversations_that_cannot_be_used(sample, name, train_on, match):

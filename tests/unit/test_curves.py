@@ -24,9 +24,16 @@ def run(tmp_path, monkeypatch):
     return tmp_path, clock, drawn
 
 
-@pytest.mark.full
-def test_curves_are_drawn_now_and_then_for_a_small_share_of_the_time(run):
+@pytest.mark.parametrize("broken", [pytest.param(False, marks=pytest.mark.full), True])
+def test_curves_are_drawn_now_and_then_for_a_small_share_of_the_time(broken, run, monkeypatch):
+    """And what cannot be drawn costs as little, and ends no run."""
+
+    def fail(metrics, png):
+        raise RuntimeError("no such font")
+
     folder, clock, drawn = run
+    if broken:
+        monkeypatch.setattr(plots, "plot_metrics", fail)
     redrawn = curves.Curves(folder)
     for _ in range(29):
         redrawn.redraw()
@@ -36,7 +43,8 @@ def test_curves_are_drawn_now_and_then_for_a_small_share_of_the_time(run):
         redrawn.redraw()
         clock.now += 1.0
     assert len(drawn) == 10  # after 30 s, and then at most half a second of a hundred
-    assert [path.name for path in folder.iterdir() if "curves" in path.name] == ["curves.png"]
+    assert [path.name for path in folder.iterdir() if "curves" in path.name] == ([] if broken else ["curves.png"])
+    assert curves.write_curves(folder) == ("it cannot be drawn (RuntimeError: no such font)" if broken else "")
 
 
 def test_a_picture_that_cannot_be_written_ends_no_run(run, monkeypatch):
@@ -46,24 +54,6 @@ def test_a_picture_that_cannot_be_written_ends_no_run(run, monkeypatch):
     clock.now += 31
     redrawn.redraw()
     assert curves.write_curves(folder).startswith("it cannot be written")
-
-
-def test_what_cannot_be_drawn_ends_no_run_and_costs_as_little(run, monkeypatch):
-    folder, clock, _ = run
-    tried = []
-
-    def broken(metrics, png):
-        clock.now += 0.5
-        tried.append(png)
-        raise RuntimeError("no such font")
-
-    monkeypatch.setattr(curves, "plot_metrics", broken)
-    redrawn = curves.Curves(folder)
-    for _ in range(1030):
-        redrawn.redraw()
-        clock.now += 1.0
-    assert len(tried) == 10  # with half a second each
-    assert curves.write_curves(folder) == "it cannot be drawn (RuntimeError: no such font)"
 
 
 def test_who_looks_while_it_is_drawn_sees_the_old_picture(run, monkeypatch):

@@ -17,7 +17,7 @@ from data.sample.build import HERE
 from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
 from smp.errors import UserError
 from tests.flags import plan_of
-from tests.job import LLAMA, run_job
+from tests.job import LLAMA
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = str(HERE / "tokenizer")
@@ -246,14 +246,6 @@ def test_a_folder_of_151_texts_trains_and_shows_one_line(tmp_path):
         r"training data: 151/151 files, 0.09\d of 0.09\d MB in .* files/s, .* MB/s\), \d\d,\d{3} tokens", shown[0]
     )
     assert re.search(r"validation data: 1/1 files", shown[1])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
-def test_texts_in_a_container_train_with_one_command(tmp_path, kind):
-    folder = write(kind, tmp_path / "texts", ["Some words that are trained on.\n" * 50] * 3)
-    run_job(*job(tmp_path, folder)).succeeded()
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 1
 
 
 def containers(tmp_path, columns):

@@ -13,12 +13,14 @@ import pytest
 
 from data.sample.build import HERE
 from smp.data import hf as module
-from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline, open_samples
+from smp.data.data_pipeline import DataConfig, create_data_pipeline, open_samples
 from smp.data.hf import MappedRows
 from smp.data.source import find_data, open_rows
 from smp.data.storage import list_files
 from smp.data.token_cache import Columns, cached, recorded
 from smp.errors import UserError
+from tests.unit.test_data_any import shape
+from tests.unit.test_data_packing import tokens_of
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
 
@@ -38,10 +40,6 @@ def open_all(path, cache, split="train", width=4, vocab=100):
 
 def no_tokenizer():
     raise UserError("this is text")
-
-
-def tokens_of(source):
-    return [source.rows(np.array([index]))[0].tokens.tolist() for index in range(len(source))]
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -126,26 +124,14 @@ def test_bad_rows_are_named_with_their_file(tmp_path, words):
         open_all(tmp_path / "a.parquet", tmp_path / "cache")
 
 
-def test_rows_are_numbered_over_record_batches(tmp_path):
-    rows = [[1, 2]] * 2500
-    rows[2400] = [1, 77]
-    save(tmp_path / "d", {"input_ids": rows})
-    pq.write_table(pa.table({"input_ids": rows}), tmp_path / "a.parquet")
-    for path in (tmp_path / "d", tmp_path / "a.parquet"):
-        open_all(path, tmp_path / "cache", vocab=78)
-        with pytest.raises(UserError, match="row 2401: token id 77"):
-            open_all(path, tmp_path / "cache", vocab=77)
-
-
-def test_labels_are_checked_again_for_another_vocabulary(tmp_path):
-    labels = [[-100, 2]] * 2500
-    labels[2400] = [-100, 77]
-    columns = {"input_ids": [[1, 2]] * 2500, "labels": labels}
+@pytest.mark.parametrize(("column", "said"), [("input_ids", "token id 77"), ("labels", "label 77 is outside")])
+def test_rows_are_numbered_over_record_batches_and_checked_again_for_another_vocabulary(tmp_path, column, said):
+    columns = {"input_ids": [[1, 2]] * 2500, column: [*[[1, 2]] * 2400, [1, 77], *[[1, 2]] * 99]}
     save(tmp_path / "d", columns)
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     for path in (tmp_path / "d", tmp_path / "a.parquet"):
         open_all(path, tmp_path / "cache", vocab=78)
-        with pytest.raises(UserError, match="row 2401: label 77 is outside"):
+        with pytest.raises(UserError, match=f"row 2401: {said}"):
             open_all(path, tmp_path / "cache", vocab=77)
 
 
@@ -189,16 +175,6 @@ def test_files_of_another_kind_are_named(tmp_path):
     arrow.write_bytes(arrow.read_bytes()[:200])
     with pytest.raises(UserError, match="arrow"):
         open_all(tmp_path / "d", tmp_path / "cache")
-
-
-def test_many_rows_need_no_object_each(tmp_path):
-    lengths = np.random.default_rng(0).integers(1, 9, 20_000)
-    values = pa.array(np.arange(lengths.sum()) % 100, pa.int32())
-    column = pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), values)
-    pq.write_table(pa.table({"input_ids": column}), tmp_path / "a.parquet")
-    source = open_all(tmp_path, tmp_path / "cache")
-    assert len(source) == np.ceil(lengths / 4).sum()
-    assert sum(len(source.rows(np.array([i]))[0].tokens) for i in range(len(source))) == lengths.sum()
 
 
 def test_csv_is_read_as_written(tmp_path):
@@ -268,10 +244,7 @@ def hub_cache(tmp_path, monkeypatch):
 def by_name(tmp_path, split="train", **settings):
     config = DataConfig(dataset_name="someone/texts", data_cache_dir=str(tmp_path / "cache"), **settings)
     assert config.missing() == []
-    batch = BatchShape(
-        sequence_length=4, vocab_size=100, global_batch_size=1, micro_batch_size=1, data_rank=0, data_size=1, seed=0
-    )
-    return tokens_of(create_data_pipeline(config, split=split, batch=batch)._microbatches.source)
+    return tokens_of(create_data_pipeline(config, split=split, batch=shape(4, 100))._microbatches.source)
 
 
 TURNS = [
@@ -384,9 +357,6 @@ def test_validation_split_is_of_the_training_split(tmp_path, monkeypatch, by):
         **data, dataset_type="chat", tokenizer_name_or_dir=str(HERE / "tokenizer"), validation_split=0.25,
         chat_template=str(HERE / "chat_template.jinja"), validation_freq=1, data_cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
-    batch = BatchShape(
-        sequence_length=32, vocab_size=2048, global_batch_size=1, micro_batch_size=1, data_rank=0, data_size=1, seed=0
-    )
-    taken = [open_samples(config, split=split, batch=batch) for split in ("train", "validation")]
+    taken = [open_samples(config, split=split, batch=shape(32)) for split in ("train", "validation")]
     assert [len(each.numbers) for each in taken] == [15, 5]
     assert sorted(np.concatenate([each.numbers for each in taken])) == [*range(20)]

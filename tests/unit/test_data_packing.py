@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from smp.data.packing import Collator, PackedRows, Row, WindowRows
 from smp.data.token_cache import Columns
 from smp.errors import UserError
+from tests.reference import build_reference
 
 END = 1
 
@@ -20,18 +21,6 @@ def columns(*rows, mask=None):
 
 def tokens_of(source):
     return [source.rows(np.array([index]))[0].tokens.tolist() for index in range(len(source))]
-
-
-def tiny(family):
-    from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
-
-    sizes = {
-        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-        "attn_implementation": "sdpa",
-    }  # fmt: skip
-    config = LlamaConfig(**sizes, num_key_value_heads=2) if family == "llama" else GPTNeoXConfig(**sizes)
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).double()
 
 
 def test_long_rows_become_windows_and_short_ones_stay_alone():
@@ -113,10 +102,10 @@ def test_positions_restart_at_each_document():
     assert "attention_mask" not in batch
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama_gqa", "gpt_neox"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_packed_documents_have_the_logits_they_have_apart(family, size):
-    model = tiny(family)
+    model = build_reference(family, torch.float64)
     first, second = np.array([5, 6, 7, END]), np.array([9, 8, 10, 11, END])
     collate = Collator(sequence_length=9, pad_token_id=0, document_end=END)
     batch = collate([Row(np.concatenate([first, second]))] * size)
@@ -130,9 +119,9 @@ def test_packed_documents_have_the_logits_they_have_apart(family, size):
     assert (joined - packed[0, 4:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama_gqa", "gpt_neox"])
 def test_left_padding_and_padding_rows_have_finite_gradients(family):
-    model = tiny(family)
+    model = build_reference(family, torch.float64)
     collate = Collator(sequence_length=5, pad_token_id=0)
     batch = collate([Row(np.array([0, 0, 5, 6, 7]), np.array([0, 0, 1, 1, 1])), Row(np.array([5, 6])), None])
 

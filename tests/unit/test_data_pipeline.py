@@ -20,6 +20,7 @@ from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
 from smp.errors import ConfigError, RunError, UserError
 from smp.train.arguments import parse_args
 from tests.clock import HANG_SECONDS, wait_until
+from tests.unit.test_data_convert import alive
 
 WIDTH = 4
 
@@ -134,14 +135,6 @@ def test_workers_end_with_a_killed_training_process(tmp_path):
     wait_until(lambda: not any(alive(pid) for pid in workers))
 
 
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_more_workers_than_a_machine_can_hold_are_refused(config):
     with pytest.raises(UserError, match="--data_num_workers 100000 is more than this machine can use: at most"):
         take(dataclasses.replace(config, data_num_workers=100_000), 1)
@@ -184,11 +177,6 @@ def test_each_iteration_begins_again(config):
     first = next(iter(pipeline)).microbatches[0]["input_ids"]
     assert torch.equal(first, next(iter(pipeline)).microbatches[0]["input_ids"])
     assert first[:, 0].tolist() == [0, 1]  # validation is not shuffled
-
-
-def test_shuffling_off_keeps_the_order_of_the_data(config):
-    plain = dataclasses.replace(config, shuffle_data=False)
-    assert list(itertools.chain(*take(plain, 4)))[:24] == [*range(23), 0]
 
 
 def test_fingerprint_names_data_and_cut_but_not_place_or_layout(config, tmp_path):

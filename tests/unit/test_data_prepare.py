@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import shutil
 
 import pytest
 
@@ -76,16 +75,6 @@ def test_json_lines_of_text_and_of_ids(tmp_path, folder):
     (folder / "a.jsonl").write_text("\n".join(json.dumps({"input_ids": ids}) for ids in ([5, 6], [7, EOS])))
     assert run(tmp_path, fraction=0, output="ids") == 0
     assert [token for row in rows(tmp_path / "ids" / "train") for token in row] == [5, 6, EOS, 7, EOS]
-
-
-def test_a_truncation_saved_with_the_tokenizer_cuts_nothing(tmp_path, folder):
-    shutil.copytree(TOKENIZER, tmp_path / "t")
-    spec = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
-    spec["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(spec))
-    (folder / "a.txt").write_text("A document of more than four tokens.")
-    assert run(tmp_path, fraction=0, tokenizer=tmp_path / "t") == 0
-    assert documents(tmp_path / "out" / "train") == ["A document of more than four tokens."]
 
 
 def test_the_result_trains(tmp_path, folder):

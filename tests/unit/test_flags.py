@@ -23,29 +23,27 @@ import torch
 
 import smp.memory.tracker
 import tests.unit.test_choices
-import tests.unit.test_flags_faults
 import tests.unit.test_flags_finetuning
 import tests.unit.test_flags_model
 import tests.unit.test_plan_ledger
 import tests.unit.test_trackers  # noqa: F401
 import train_lib
-from smp.checkpoint import background, saver, writer
-from smp.checkpoint.hf_export import export_hf
+from smp.checkpoint import saver, writer
 from smp.config import Settings
 from smp.errors import UserError
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.models.registry import build_model, family_of
 from smp.parallel import context
-from smp.parallel.parallelize import own_part, prepare_model
+from smp.parallel.parallelize import own_part
 from smp.parallel.technique import Setup
-from smp.runtime import Launch, process_group
-from smp.train import garbage, trainer, validation
+from smp.runtime import Launch
+from smp.train import garbage, trainer
 from smp.train import step as one_step
-from smp.train.arguments import FLAGS, parse_args
+from smp.train.arguments import FLAGS
 from smp.train.checked_job import planned_launch
 from smp.train.start import resolve
-from tests.flags import CHECKS, LIVE, NO_EFFECT, ROOT, SYNTHETIC, Words, check, differs, parse, plan_of
+from tests.flags import CHECKS, LIVE, NO_EFFECT, ROOT, SHOWN_BY_JOBS, SYNTHETIC, Words, check, differs, parse, plan_of
 from tests.job import LLAMA, read_metrics, run_job
 
 
@@ -58,7 +56,7 @@ def quick_runs(monkeypatch):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Data of every kind, a model directory, and an nccl-tests log."""
+    """Data of every kind, and an nccl-tests log."""
     root = tmp_path_factory.mktemp("files")
     for folder, counts in (("train", (6, 3)), ("test", (2, 5))):
         (root / folder).mkdir()
@@ -68,11 +66,8 @@ def files(tmp_path_factory):
                 file.writelines(json.dumps({"input_ids": [6 * part + row] * 16}) + "\n" for row in range(rows))
     (root / "text.txt").write_text("It was a bright day.\n\nThe sun stood high.\n\n" * 40)
     (root / "nccl.log").write_text("# Avg bus bandwidth    : 12.5\n")
-    resolved = resolve_model(parse_args([*LLAMA, *SYNTHETIC]).model)
-    model = build_model(resolved.hf_config, attn_implementation="sdpa")
-    export_hf(model, root / "model", hf_config=resolved.hf_config)
     return SimpleNamespace(
-        root=root, model=root / "model", text=root / "text.txt", train=root / "train", test=root / "test",
+        root=root, text=root / "text.txt", train=root / "train", test=root / "test",
         tokenizer=ROOT / "data" / "sample" / "tokenizer", nccl=root / "nccl.log",
     )  # fmt: skip
 
@@ -85,31 +80,14 @@ def train(words: Words, run: pathlib.Path, *, steps: int = 2) -> pathlib.Path:
 
 
 def test_every_live_flag_has_a_check():
-    assert sorted(set(LIVE) - set(CHECKS)) == []
-    assert sorted(set(CHECKS) - set(LIVE)) == []
-
-
-@check("finetune", "pretrained_checkpoint_file", "pretrained_model_name", "finetune_checkpoint_load_dir",
-       "hf_pretrained_model_name_or_dir")  # fmt: skip
-def test_pretrained_weights(files):
-    def embedding(words):
-        config = parse([*SYNTHETIC, *words])
-        resolved = resolve_model(config.model)
-        with process_group(config.comm, Launch(), torch.device("cpu")):
-            mesh = resolve_mesh(config.parallel, world_size=1, local_world_size=1).join("cpu")
-            model = prepare_model(
-                resolved, mesh=mesh, settings=Settings((config.parallel, config.activation)),
-                dtype=torch.float32, device=torch.device("cpu"), seed=1, load_weights=True,
-            )  # fmt: skip
-            return model.model.embed_tokens.weight.full_tensor().sum().item()
-
-    named = ["--finetune", 1, "--pretrained_model_name", files.model, "--finetune_checkpoint_load_dir", files.model]
-    file = ["--finetune", 1, "--pretrained_checkpoint_file", files.model / "model.safetensors"]
-    whole = embedding(["--hf_pretrained_model_name_or_dir", files.model])
-    assert embedding(named) == embedding(file) == whole
-    assert embedding(["--model", files.model]) != whole
-    with pytest.raises(UserError, match="--pretrained_checkpoint_file is for finetuning: add --finetune 1"):
-        parse([*SYNTHETIC, "--pretrained_checkpoint_file", files.model])
+    shown = [*CHECKS]
+    for file, jobs in SHOWN_BY_JOBS.items():
+        text = (ROOT / "tests" / file).read_text()
+        for name, flags in jobs.items():
+            (lines,) = [part for part in text.split("\n\n\n") if re.search(rf"^def {name}\(", part, re.M)]
+            assert [flag for flag in flags.split() if f'"--{flag}"' not in lines] == [], name
+            shown += flags.split()
+    assert sorted(shown) == sorted(LIVE)
 
 
 @check("max_steps", "epochs", "synthetic_samples")
@@ -163,8 +141,8 @@ def test_deterministic(tmp_path):
 
 @check("output_dir")
 def test_output_dir(tmp_path):
-    train([], tmp_path / "mine")
-    assert {"config.yaml", "metrics.jsonl", "logs", "checkpoints"} <= {p.name for p in (tmp_path / "mine").iterdir()}
+    names = {path.name for path in train([], tmp_path / "mine").iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "logs", "checkpoints"} <= names and "final" not in names
 
 
 @check("dry_run", "dry_run_world_size")
@@ -303,77 +281,26 @@ def test_evaluation(files, tmp_path, capsys):
 
 
 @pytest.mark.full
-@check("checkpoint_freq", "num_kept_checkpoints", "checkpoint_dir", "resume_from_checkpoint", "save_final_model",
-       "model_dir", "reset_progress", "checkpoint_cache_dir")  # fmt: skip
-def test_checkpoints(tmp_path):
-    names = lambda folder: sorted(p.name for p in folder.glob("*steps"))  # noqa: E731
-    a = train([], tmp_path / "a", steps=3)
-    assert names(a / "checkpoints") == ["llama_v2-3steps"] and not (a / "final").exists()
-    b = train(
-        ["--checkpoint_freq", 1, "--checkpoint_dir", tmp_path / "c", "--save_final_model", 1], tmp_path / "b", steps=3
-    )
-    assert names(tmp_path / "c") == ["llama_v2-2steps", "llama_v2-3steps"] and (b / "final" / "config.json").exists()
-    train(["--checkpoint_freq", 1, "--num_kept_checkpoints", 3], tmp_path / "d", steps=3)
-    assert len(names(tmp_path / "d" / "checkpoints")) == 3
-    there = ["--resume_from_checkpoint", f"file://{tmp_path}/c/llama_v2-3steps"]
-    train([*there, "--checkpoint_cache_dir", tmp_path / "copies"], tmp_path / "copier", steps=4)
-    assert names(tmp_path / "copies") == ["llama_v2-3steps"]
-    resumed = ["--resume_from_checkpoint", "latest", "--save_final_model", 1, "--model_dir", tmp_path / "m"]
-    train(resumed, a, steps=4)
-    assert [line["step"] for line in read_metrics(a)] == [1, 2, 3, 4]
-    assert (tmp_path / "m" / "model.safetensors").exists() and not (a / "final").exists()
-    path = a / "checkpoints" / "llama_v2-4steps"
-    anew = train(["--resume_from_checkpoint", path, "--reset_progress", 1], tmp_path / "e", steps=2)
-    assert [line["step"] for line in read_metrics(anew)] == [1, 2]
+@check("checkpoint_overhead")
+def test_checkpoint_overhead(tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "MEASURED_STEPS", 1)
+    auto = ["--checkpoint_freq", "auto", "--num_kept_checkpoints", 9]
+    rare = train([*auto, "--checkpoint_overhead", 0.0001], tmp_path / "rare", steps=3)
+    often = train([*auto, "--checkpoint_overhead", 1], tmp_path / "often", steps=3)
+    assert [len([*run.rglob("*steps")]) for run in (rare, often)] == [2, 3]
 
 
 @pytest.mark.full
-@check("checkpoint_type", "checkpoint_overhead", "keep_best", "verify_checkpoint", "read_back", "on_save_error")
-def test_ways_of_saving(tmp_path, capsys, monkeypatch):
-    names = lambda folder: sorted(p.name for p in folder.rglob("*steps"))  # noqa: E731
-    train(["--checkpoint_type", "async_sharded"], tmp_path / "a", steps=1)
-    assert "Saved" in capsys.readouterr().out
-    train(["--checkpoint_type", "async_sharded", "--checkpoint_freq", 1], tmp_path / "b", steps=2)
-    assert "llama_v2-1steps in the background" in capsys.readouterr().out
-    local = train(["--checkpoint_type", "local"], tmp_path / "c", steps=1)
-    assert (local / "checkpoints" / "rank00000-of-00001" / "llama_v2-1steps").is_dir()
-    monkeypatch.setattr(saver, "MEASURED_STEPS", 1)
-    auto = ["--checkpoint_freq", "auto", "--num_kept_checkpoints", 9]
-    rare = train([*auto, "--checkpoint_overhead", 0.0001], tmp_path / "d", steps=3)
-    often = train([*auto, "--checkpoint_overhead", 1], tmp_path / "e", steps=3)
-    assert len(names(rare)) == 2 and len(names(often)) == 3
-    losses = iter([-2.0, -1.0, -1 / 2, -1 / 3])
-    monkeypatch.setattr(trainer, "validate", lambda *_, **__: validation.Validation(next(losses), 1, 1))
-    every = ["--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--validation_freq", 1]
-    assert names(train([*every, "--keep_best", 1], tmp_path / "f", steps=3)) == ["llama_v2-1steps", "llama_v2-3steps"]
+@check("read_back")
+def test_read_back(tmp_path, monkeypatch):
     reads: list[pathlib.Path] = []
     digest_of = writer.digest_of
     monkeypatch.setattr(writer, "digest_of", lambda path, **how: reads.append(path) or digest_of(path, **how))
     for words in (["--read_back", "never"], []):
-        train([*words, "--checkpoint_type", "async_sharded", "--checkpoint_freq", 1], tmp_path / f"g{len(words)}")
+        train([*words, "--checkpoint_type", "async_sharded", "--checkpoint_freq", 1], tmp_path / f"run{len(words)}")
     assert len(reads) == 1  # the first of two steps; the last one is saved in the foreground
-    train(["--read_back", "always"], tmp_path / "h", steps=1)
+    train(["--read_back", "always"], tmp_path / "always", steps=1)
     assert len(reads) == 2
-    file = next((tmp_path / "h").rglob("rank*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    resume = ["--resume_from_checkpoint", file.parent]
-    train([*resume, "--verify_checkpoint", "size"], tmp_path / "h", steps=2)
-    with pytest.raises(AssertionError):
-        train(["--resume_from_checkpoint", file.parent], tmp_path / "i", steps=2)
-    assert "is not as it was written" in capsys.readouterr().err
-
-    def full(*args, **settings):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(background, "write_part", full)
-    go_on = ["--on_save_error", "continue", "--checkpoint_freq", 1]
-    for words, said in ((go_on, "Training continues without it"), (["--checkpoint_freq", 1], "No space left")):
-        with pytest.raises(AssertionError):  # the last checkpoint must be written in any case
-            train(words, tmp_path / f"j{len(words)}", steps=2)
-        captured = capsys.readouterr()
-        assert said in captured.out + captured.err and ("Batch 2" in captured.out) is (words is go_on)
 
 
 @check("comm_report")

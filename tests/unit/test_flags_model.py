@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-import smp.parallel.linear_loss
 import smp.parallel.parallelize
 import smp.parallel.sharding
 from smp.errors import ConfigError
@@ -23,7 +22,6 @@ from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.offload import DiskStore
-from smp.train import report
 from smp.train.lr_schedule import lr_at
 from smp.train.optimizer import build_optimizer
 from smp.train.report import profile_step
@@ -45,6 +43,7 @@ from tests.flags import (
 from tests.job import LLAMA, NEOX
 from tests.reference import VOCABULARY
 from tests.unit.test_activation_checkpoint import products
+from tests.unit.test_chunked_loss import counted
 
 GPT2 = [*NEOX[2:], "--model_type", "gpt2"]
 
@@ -202,13 +201,7 @@ def test_cpu_offload():
 
 @check("loss_chunk_tokens", "z_loss")
 def test_loss_in_chunks(monkeypatch):
-    rows = []
-    of_chunk = smp.parallel.linear_loss.token_losses_
-    monkeypatch.setattr(
-        smp.parallel.linear_loss,
-        "token_losses_",
-        lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k),
-    )
+    rows = counted(monkeypatch)
 
     def loss(words):
         rows.clear()
@@ -286,36 +279,21 @@ def test_rate(flag):
 
 
 @pytest.mark.full
-@check("memory_profiling_all_ranks", "memory_snapshot")
-def test_memory_profiling(tmp_path, monkeypatch):
-    tables, calls = [], []
-    monkeypatch.setattr(report, "rank_table", lambda peaks: tables.append(len(peaks)) or "")
+@check("memory_snapshot")
+def test_memory_snapshot(tmp_path, monkeypatch):
+    calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(os.path.basename(path)))
-
-    def step(*flags, snapshot=False):
-        words = [w for flag in flags for w in (f"--{flag}", 1)]
-        plan = plan_of(words, tmp_path)
-        logging = dataclasses.replace(plan.config.logging, memory_snapshot=snapshot)  # refused without a GPU
-        plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, logging=logging))
-        with (
-            one_process([]) as built,
-            profile_step(
-                plan,
-                SimpleNamespace(progress=TrainState()),
-                built.model,
-                build_optimizer(built.model, built.config.optim, lr=1.0),
-                step=1,
-                record=print,
-            ),
-        ):
-            pass
-
-    step("enable_memory_profiling")
-    assert tables == [] and calls == []
-    step("enable_memory_profiling", "memory_profiling_all_ranks", snapshot=True)
-    assert tables == [1]
-    assert calls == [{"max_entries": 200_000}, "memory_snapshot_rank0.pickle", {"enabled": None}]
+    plan, start = plan_of(["--enable_memory_profiling", 1], tmp_path), SimpleNamespace(progress=TrainState())
+    snapshot = [{"max_entries": 200_000}, "memory_snapshot_rank0.pickle", {"enabled": None}]
+    for given, expected in ((False, []), (True, snapshot)):
+        logging = dataclasses.replace(plan.config.logging, memory_snapshot=given)  # refused without a GPU
+        profiled = dataclasses.replace(plan, config=dataclasses.replace(plan.config, logging=logging))
+        with one_process([]) as built:
+            optimizer = build_optimizer(built.model, built.config.optim, lr=1.0)
+            with profile_step(profiled, start, built.model, optimizer, step=1, record=print):
+                pass
+        assert calls == expected
     for words, problem in (
         (
             ["--enable_memory_profiling", 1, "--memory_snapshot", 1],

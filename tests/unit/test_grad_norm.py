@@ -13,16 +13,19 @@ from smp.parallel.sharding import set_gradient_sync
 from tests.distributed import run_distributed
 
 
+def distributed(gradient, mesh, how):
+    """A parameter with a gradient that is distributed so."""
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, how))
+    parameter.grad = distribute_tensor(gradient.clone(), mesh, how)
+    return parameter
+
+
 def _check_mixed():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     torch.manual_seed(0)
     whole = [torch.randn(6, 5), torch.randn(3, 4), torch.randn(7)]
     placements = [(mesh, (Shard(0), Shard(1))), (mesh["b"], (Shard(0),)), (mesh, (Replicate(), Shard(0)))]
-    parameters = []
-    for tensor, (where, how) in zip(whole, placements, strict=True):
-        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(tensor), where, how))
-        parameter.grad = distribute_tensor(tensor.clone(), where, how)
-        parameters.append(parameter)
+    parameters = [distributed(tensor, *where) for tensor, where in zip(whole, placements, strict=True)]
     plain = nn.Parameter(torch.zeros(2))
     plain.grad = torch.tensor([3.0, 4.0])
     reference = [nn.Parameter(torch.zeros_like(t)) for t in [*whole, plain.data]]
@@ -80,13 +83,8 @@ def _check_any_order():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     torch.manual_seed(0)
     whole = [torch.randn(6, 5), 100 * torch.randn(6, 4), 10 * torch.randn(8)]
-    parameters = []
-    for tensor, how in zip(
-        whole, [(Shard(0), Replicate()), (Shard(0), Shard(1)), (Replicate(), Shard(0))], strict=True
-    ):
-        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(tensor), mesh, how))
-        parameter.grad = distribute_tensor(tensor.clone(), mesh, how)
-        parameters.append(parameter)
+    placements = [(Shard(0), Replicate()), (Shard(0), Shard(1)), (Replicate(), Shard(0))]
+    parameters = [distributed(tensor, mesh, how) for tensor, how in zip(whole, placements, strict=True)]
     if mesh.get_local_rank("a"):
         parameters[:2] = parameters[1::-1]
     norm = clip_grad_norm_(parameters, 1.0)

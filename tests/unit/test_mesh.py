@@ -1,5 +1,6 @@
 """Degrees by SMP v2's rules, and the order of ranks in the mesh."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,95 +23,19 @@ def degrees(strategy="hybrid_shard", degree=0, world=16, local=8, tp=1, cp=1):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "degree", "expected"),
-    [
-        ("hybrid_shard", 0, (2, 8, True)),
-        ("_hybrid_shard_zero2", 0, (2, 8, False)),
-        ("full_shard", 0, (1, 16, True)),
-        ("shard_grad_op", 0, (1, 16, False)),
-        ("no_shard", 0, (16, 1, False)),
-        ("hybrid_shard", 1, (16, 1, False)),
-        ("no_shard", 1, (16, 1, False)),
-        ("hybrid_shard", 4, (4, 4, True)),
-        ("full_shard", 4, (4, 4, True)),
-        ("_hybrid_shard_zero2", 2, (8, 2, False)),
-        ("hybrid_shard", 16, (1, 16, True)),
-    ],
-)
-def test_degree_rules(strategy, degree, expected):
-    assert degrees(strategy, degree) == expected
-
-
-@pytest.mark.parametrize("degree", [3, 5, 32])
-def test_degree_that_does_not_divide(degree):
-    with pytest.raises(UserError, match=rf"{degree} does not divide the 16 .* 1, 2, 4, 8, 16$"):
-        degrees(degree=degree)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "degree"), [("no_shard", 2), ("full_shard", 1), ("shard_grad_op", 1), ("shard_grad_op", 4)]
-)
-def test_contradicting_strategy(strategy, degree):
-    with pytest.raises(ConfigError, match=f"{strategy} contradicts --hybrid_shard_degree {degree}"):
-        degrees(strategy, degree)
-
-
-def test_a_mesh_that_is_laid_out_knows_every_role_and_has_no_groups():
-    mesh = resolve_mesh(
-        ParallelConfig(hybrid_shard_degree=2, tensor_parallel_degree=2), world_size=8, local_world_size=8, rank=5
-    )
-    roles = {name: getattr(mesh, name) for name in ("replicas", "shard", "tp", "data", "loss")}
-    found = {name: (role.size, role.rank) for name, role in roles.items()}
-    assert found == {"replicas": (2, 1), "shard": (2, 0), "tp": (2, 1), "data": (4, 2), "loss": (4, 2)}
-    for role in roles.values():
-        with pytest.raises(RuntimeError, match="laid out"):
-            _ = role.group
-    for name in ("device_mesh", "fsdp_mesh", "tp_mesh", "device_type"):
-        with pytest.raises(RuntimeError, match="laid out"):
-            getattr(mesh, name)
-
-
-def test_other_layouts_of_a_mesh():
-    mesh = lay_out(2, 4, 2, reshard_after_forward=True)
-    assert mesh.fully_sharded() == lay_out(1, 8, 2) and mesh.fully_sharded(data=16) == lay_out(1, 16, 2)
-    assert mesh.with_degree("tp", 4) == lay_out(2, 2, 4)
-    assert lay_out(2, 1, 2).with_degree("tp", 4) == lay_out(1, 1, 4)
-    assert lay_out(1, 1, 2).with_degree("tp", 4) is None
-    shards = sharding_choices(world_size=24, local_world_size=8, tp=2)
-    assert [(other.replicas.size, other.shard.size) for other in shards] == [(12, 1), (6, 2), (3, 4), (1, 12)]
-
-
-def _check_joined():
-    parallel = ParallelConfig(hybrid_shard_degree=1, tensor_parallel_degree=2)
-    mesh = resolve_mesh(parallel, world_size=4, local_world_size=4).join("cpu")
-    for role in (mesh.replicas, mesh.shard, mesh.tp, mesh.data, mesh.loss):
-        ranks = dist.get_process_group_ranks(role.group)
-        assert len(ranks) == role.size and ranks[role.rank] == dist.get_rank()
-    with pytest.raises(UserError, match="multiply to 8, but 4 processes run"):
-        lay_out(4, 1, 2).join("cpu")
-
-
-def test_roles_of_a_mesh_that_is_joined_have_their_groups():
-    run_distributed(_check_joined, world_size=4)
-
-
-def _check_order():
-    parallel = ParallelConfig(hybrid_shard_degree=2)
-    mesh = resolve_mesh(parallel, world_size=4, local_world_size=4).join("cpu")
-    rank = dist.get_rank()
-    assert mesh.data_rank == rank and mesh.data_size == 4
-    # Neighbours shard, ranks two apart replicate.
-    assert dist.get_process_group_ranks(mesh.device_mesh.get_group("dp_shard")) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert dist.get_process_group_ranks(mesh.device_mesh.get_group("dp_replicate")) == [rank % 2, rank % 2 + 2]
-
-
-def test_shard_groups_are_neighbours():
-    run_distributed(_check_order, world_size=4)
-
-
-@pytest.mark.parametrize(
     ("strategy", "degree", "tp", "expected"),
     [
+        ("hybrid_shard", 0, 1, (2, 8, True)),
+        ("_hybrid_shard_zero2", 0, 1, (2, 8, False)),
+        ("full_shard", 0, 1, (1, 16, True)),
+        ("shard_grad_op", 0, 1, (1, 16, False)),
+        ("no_shard", 0, 1, (16, 1, False)),
+        ("hybrid_shard", 1, 1, (16, 1, False)),
+        ("no_shard", 1, 1, (16, 1, False)),
+        ("hybrid_shard", 4, 1, (4, 4, True)),
+        ("full_shard", 4, 1, (4, 4, True)),
+        ("_hybrid_shard_zero2", 2, 1, (8, 2, False)),
+        ("hybrid_shard", 16, 1, (1, 16, True)),
         # Two hosts of eight: what the strategy says holds for the ranks that read different data.
         ("hybrid_shard", 0, 2, (2, 4, True)),
         ("_hybrid_shard_zero2", 0, 4, (2, 2, False)),
@@ -125,8 +50,26 @@ def test_shard_groups_are_neighbours():
         ("hybrid_shard", 8, 2, (1, 8, True)),
     ],
 )
-def test_degree_rules_under_tensor_parallelism(strategy, degree, tp, expected):
+def test_degree_rules(strategy, degree, tp, expected):
     assert degrees(strategy, degree, tp=tp) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "degree"), [("no_shard", 2), ("full_shard", 1), ("shard_grad_op", 1), ("shard_grad_op", 4)]
+)
+def test_contradicting_strategy(strategy, degree):
+    with pytest.raises(ConfigError, match=f"{strategy} contradicts --hybrid_shard_degree {degree}.*choose"):
+        degrees(strategy, degree)
+
+
+def test_other_layouts_of_a_mesh():
+    mesh = lay_out(2, 4, 2, reshard_after_forward=True)
+    assert mesh.fully_sharded() == lay_out(1, 8, 2) and mesh.fully_sharded(data=16) == lay_out(1, 16, 2)
+    assert mesh.with_degree("tp", 4) == lay_out(2, 2, 4)
+    assert lay_out(2, 1, 2).with_degree("tp", 4) == lay_out(1, 1, 4)
+    assert lay_out(1, 1, 2).with_degree("tp", 4) is None
+    shards = sharding_choices(world_size=24, local_world_size=8, tp=2)
+    assert [(other.replicas.size, other.shard.size) for other in shards] == [(12, 1), (6, 2), (3, 4), (1, 12)]
 
 
 @pytest.mark.parametrize(
@@ -147,55 +90,6 @@ def test_degree_rules_under_tensor_parallelism(strategy, degree, tp, expected):
 )
 def test_strategy_that_is_not_given(change, expected):
     assert degrees("auto", **change) == expected
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"tp": 3}, r"--tensor_parallel_degree 3 does not divide the 16 processes: choose one of 1, 2, 4, 8, 16$"),
-        ({"tp": 32}, r"--tensor_parallel_degree 32 does not divide the 16 processes: choose one of 1, 2, 4, 8, 16$"),
-        ({"tp": 4, "degree": 8}, r"--hybrid_shard_degree 8 does not divide the 4 data-parallel .* from 1, 2, 4$"),
-        # Six processes to a host.
-        ({"tp": 2, "world": 10, "local": 6}, r"sharding over the 3 processes of a host does not divide the 5 .* 1, 5$"),
-    ],
-)
-def test_degrees_that_do_not_divide_under_tensor_parallelism(change, sentence):
-    with pytest.raises(UserError, match=sentence):
-        degrees(**change)
-
-
-def _check_tensor_order():
-    parallel = ParallelConfig(hybrid_shard_degree=2, tensor_parallel_degree=2)
-    mesh = resolve_mesh(parallel, world_size=8, local_world_size=8).join("cpu")
-    rank = dist.get_rank()
-    replica, shard, tp = rank // 4, rank // 2 % 2, rank % 2
-    ranks = {
-        axis: dist.get_process_group_ranks(mesh.device_mesh.get_group(axis))
-        for axis in ("tp", "dp_shard", "dp_replicate")
-    }
-    assert ranks["tp"] == [rank - tp, rank - tp + 1] == dist.get_process_group_ranks(mesh.tp_mesh.get_group())
-    assert ranks["dp_shard"] == [4 * replica + tp, 4 * replica + tp + 2]
-    assert ranks["dp_replicate"] == [rank % 4, rank % 4 + 4]
-    assert mesh.data_rank == 2 * replica + shard and mesh.data_size == 4
-    assert dist.get_process_group_ranks(mesh.data_group) == [tp, tp + 2, tp + 4, tp + 6]
-    assert mesh.data_group is mesh.data_group  # made once
-
-
-def test_tensor_parallel_ranks_are_neighbours():
-    run_distributed(_check_tensor_order, world_size=8)
-
-
-def _check_data_group():
-    for tp, ranks in ((1, None), (2, [dist.get_rank() % 2, dist.get_rank() % 2 + 2]), (4, [dist.get_rank()])):
-        parallel = ParallelConfig(sharding_strategy="full_shard", tensor_parallel_degree=tp)
-        mesh = resolve_mesh(parallel, world_size=4, local_world_size=4).join("cpu")
-        assert mesh.data_rank == dist.get_rank() // tp
-        # None stands for all.
-        assert (mesh.data_group and dist.get_process_group_ranks(mesh.data_group)) == ranks
-
-
-def test_the_group_of_ranks_that_read_other_data():
-    run_distributed(_check_data_group, world_size=4)
 
 
 # --- Context parallelism
@@ -224,6 +118,13 @@ def test_degree_rules_under_context_parallelism(change, expected):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        ({"degree": 3}, r"--hybrid_shard_degree 3 does not divide the 16 .* 1, 2, 4, 8, 16$"),
+        ({"degree": 32}, r"--hybrid_shard_degree 32 does not divide the 16 .* 1, 2, 4, 8, 16$"),
+        ({"tp": 3}, r"--tensor_parallel_degree 3 does not divide the 16 processes: choose one of 1, 2, 4, 8, 16$"),
+        ({"tp": 32}, r"--tensor_parallel_degree 32 does not divide the 16 processes: choose one of 1, 2, 4, 8, 16$"),
+        ({"tp": 4, "degree": 8}, r"--hybrid_shard_degree 8 does not divide the 4 data-parallel .* from 1, 2, 4$"),
+        # Six processes to a host.
+        ({"tp": 2, "world": 10, "local": 6}, r"sharding over the 3 processes of a host does not divide the 5 .* 1, 5$"),
         (
             {"cp": 3},
             r"--context_parallel_degree 3 does not divide the sharding degree of 8, .*: choose a .* 1, 2, 4, 8$",
@@ -241,27 +142,29 @@ def test_degree_rules_under_context_parallelism(change, expected):
         ({"cp": 2, "tp": 16}, r"--context_parallel_degree 2 does not divide .* counted: choose a context.* from 1$"),
     ],
 )
-def test_sequences_that_cannot_be_split_over_so_many_ranks(change, sentence):
+def test_degrees_that_do_not_divide(change, sentence):
     with pytest.raises(UserError, match=sentence):
         degrees(**change)
+
+
+# Of a rank's place (replica, sharding group, sequence, layer): what differs inside a role's group.
+ROLES = {"replicas": {0}, "shard": {1, 2}, "cp": {2}, "tp": {3}, "data": {0, 1}, "loss": {0, 1, 2}}
 
 
 def roles_of(mesh):
     return {name: (role.size, role.rank) for name in ROLES if (role := getattr(mesh, name))}
 
 
-ROLES = ("replicas", "shard", "tp", "cp", "data", "loss")
-
-
-def test_a_mesh_that_is_laid_out_knows_the_ranks_of_a_sequence():
+def test_a_mesh_that_is_laid_out_knows_every_role_and_has_no_groups():
     parallel = ParallelConfig(hybrid_shard_degree=4, tensor_parallel_degree=2, context_parallel_degree=2)
     mesh = resolve_mesh(parallel, world_size=16, local_world_size=16, rank=11)
     # Rank 11: replica 1; in it the second of four that shard, the second half of a sequence; the second of tp.
     assert roles_of(mesh) == {
         "replicas": (2, 1), "shard": (4, 1), "tp": (2, 1), "cp": (2, 1), "data": (4, 2), "loss": (8, 5),
     }  # fmt: skip
-    with pytest.raises(RuntimeError, match="laid out"):
-        _ = mesh.cp.group
+    for owner, name in (*((getattr(mesh, role), "group") for role in ROLES), (mesh, "device_mesh"), (mesh, "tp_mesh")):
+        with pytest.raises(RuntimeError, match="laid out"):
+            getattr(owner, name)
     assert mesh.degrees == {"dp_replicate": 2, "dp_shard": 4, "cp": 2, "tp": 2, "reshard_after_forward": True}
     assert str(mesh) == "dp_replicate 2 x dp_shard 4 (cp 2 inside) x tp 2"
     assert str(lay_out(2, 4, 2)) == "dp_replicate 2 x dp_shard 4 x tp 2"
@@ -297,33 +200,34 @@ def test_other_layouts_keep_the_ranks_of_a_sequence():
     assert found == {None: [1, 2, 4], 2: [2, 4]}
 
 
-def _check_context_order(tp):
-    parallel = ParallelConfig(hybrid_shard_degree=4 // tp, tensor_parallel_degree=tp, context_parallel_degree=2)
-    mesh = resolve_mesh(parallel, world_size=8, local_world_size=8, rank=dist.get_rank()).join("cpu")
-    assert roles_of(mesh) == roles_of(resolve_mesh(parallel, world_size=8, local_world_size=8, rank=dist.get_rank()))
-    for name in ROLES:
-        role = getattr(mesh, name)
-        ranks = dist.get_process_group_ranks(role.group)
-        assert len(ranks) == role.size and ranks[role.rank] == dist.get_rank(), name
+def _check_groups():
     rank = dist.get_rank()
-    (sequence, half), inner = divmod(rank // tp, 2), rank % tp
-    assert dist.get_process_group_ranks(mesh.cp.group) == [2 * tp * sequence + inner, 2 * tp * sequence + tp + inner]
-    other_data = [2 * tp * each + tp * half + inner for each in range(4 // tp)]
-    assert dist.get_process_group_ranks(mesh.data.group) == other_data
-    assert dist.get_process_group_ranks(mesh.loss.group) == list(range(inner, 8, tp))
-    assert (mesh.data_rank, mesh.data_size) == (sequence, 4 // tp)
-    # None stands for all.
-    assert (mesh.data_group and dist.get_process_group_ranks(mesh.data_group)) == (
-        None if tp == 1 else list(range(inner, 8, 2))
-    )
-    assert mesh.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
-    for group in (mesh.cp.group, mesh.data.group):
-        assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
-        total = torch.tensor(rank)
-        dist.all_reduce(total, group=group)
-        assert total == sum(dist.get_process_group_ranks(group))
+    for sizes in ((8, 1, 1, 1), (4, 2, 1, 1), (2, 2, 1, 2), (2, 1, 1, 4), (2, 2, 2, 1), (2, 1, 2, 2)):
+        replicas, shard, cp, tp = sizes
+        parallel = ParallelConfig(hybrid_shard_degree=shard * cp, tensor_parallel_degree=tp, context_parallel_degree=cp)
+        laid_out = resolve_mesh(parallel, world_size=8, local_world_size=8, rank=rank)
+        mesh = laid_out.join("cpu")
+        assert roles_of(mesh) == roles_of(laid_out)
+        places = [np.unravel_index(each, sizes) for each in range(8)]
+        for name, varies in ROLES.items():
+            role, same = getattr(mesh, name), [dimension for dimension in range(4) if dimension not in varies]
+            if role.size == 1 and name == "cp":
+                continue
+            ranks = [r for r in range(8) if all(places[r][each] == places[rank][each] for each in same)]
+            assert dist.get_process_group_ranks(role.group) == ranks and ranks[role.rank] == rank, (sizes, name)
+            assert role.group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
+            total = torch.tensor(rank)
+            dist.all_reduce(total, group=role.group)
+            assert total == sum(ranks)
+        # None stands for all.
+        assert mesh.data_group is (None if mesh.loss.size == 8 else mesh.loss.group)
+        assert (mesh.data_rank, mesh.data_size) == (rank // (cp * tp), replicas * shard)
+        assert mesh.tp_mesh.get_group() == mesh.tp.group
+        assert mesh.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
+    with pytest.raises(UserError, match="multiply to 4, but 8 processes run"):
+        lay_out(2, 1, 2).join("cpu")
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_ranks_of_a_sequence_are_neighbours(tp):
-    run_distributed(_check_context_order, tp, world_size=8, timeout=77)
+def test_roles_of_a_mesh_that_is_joined_have_their_groups():
+    """Neighbours split a layer, and then a sequence; those that shard are next, replicas furthest apart."""
+    run_distributed(_check_groups, world_size=8, timeout=77)

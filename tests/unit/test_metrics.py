@@ -1,5 +1,4 @@
 import contextlib
-import dataclasses
 import errno
 import json
 import logging
@@ -15,6 +14,7 @@ from smp.log import digits
 from smp.train import logging_config, metrics, writers
 from smp.train.logging_config import LoggingConfig
 from smp.train.metrics import MetricsLogger, NullMetricsLogger, last_logged_step
+from smp.train.state import TrainState
 
 MEMORY = {"mem_allocated_gib": None, "mem_peak_gib": 1.5, "host_rss_gib": 1.25}
 KEYS = [
@@ -23,13 +23,6 @@ KEYS = [
     "model_tflops_per_device", "mfu", "mem_allocated_gib", "mem_peak_gib", "host_rss_gib",
     "phase_s",
 ]  # fmt: skip
-
-
-@dataclasses.dataclass
-class Position:
-    step: int
-    samples: int
-    tokens: int
 
 
 @pytest.fixture
@@ -156,14 +149,14 @@ def test_a_validation_before_the_first_step_survives_a_resume(tmp_path, lines):
     logger.validation(0, loss=3.0)
     report(logger, 1)
     logger.finish()
-    make(tmp_path, resume_from=Position(1, 8, 400)).finish()
+    make(tmp_path, resume_from=TrainState(1, 8, 400)).finish()
     assert [(r["step"], r.get("val_loss")) for r in read(tmp_path)] == [(0, 3.0), (1, None)]
     assert last_logged_step(tmp_path / "metrics.jsonl") == 1
     with pytest.raises(UserError, match="already contains the metrics of a run"):
         make(tmp_path)
 
 
-@pytest.mark.parametrize("begin", [None, Position(0, 0, 0)], ids=["start", "latest"])
+@pytest.mark.parametrize("begin", [None, TrainState(0, 0, 0)], ids=["start", "latest"])
 def test_a_run_that_ended_before_its_first_step_is_begun_again(begin, tmp_path, lines):
     logger = make(tmp_path)
     logger.validation(0, loss=3.0)
@@ -209,7 +202,7 @@ def test_resuming_drops_the_lost_stretch_and_continues(tmp_path, lines):
     logger.finish()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # a crash in the middle of a line
-    logger = make(tmp_path, resume_from=Position(3, 24, 1200))
+    logger = make(tmp_path, resume_from=TrainState(3, 24, 1200))
     report(logger, 4, loss=9.0)
     assert [(r["step"], r.get("loss")) for r in read(tmp_path)] == [(1, 2.0), (2, 2.0), (3, 2.0), (3, None), (4, 9.0)]
     assert read(tmp_path)[-1]["tokens_per_sec"] == 800.0
@@ -268,7 +261,7 @@ def test_a_resume_on_a_full_disk_trains_without_metrics(tmp_path, lines, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(metrics.os, "fsync", full)
-    logger = make(tmp_path, resume_from=Position(1, 8, 400))
+    logger = make(tmp_path, resume_from=TrainState(1, 8, 400))
     report(logger, 2)
     logger.finish()
     assert any("this start writes no metrics" in line for line in lines)
@@ -309,7 +302,7 @@ def test_tensorboard_hides_the_lost_stretch_after_a_resume(tmp_path):
     for step in range(1, 5):
         report(logger, step)
     logger.finish()
-    logger = make(tmp_path, resume_from=Position(2, 16, 800))
+    logger = make(tmp_path, resume_from=TrainState(2, 16, 800))
     report(logger, 3, loss=9.0)
     logger.finish()
     assert scalars(tmp_path / "tensorboard")["Loss/train"] == [(1, 2.0), (2, 2.0), (3, 9.0)]

@@ -118,13 +118,14 @@ def test_segments_are_not_merged():
     assert allocator.reserved == 80 * MIB
 
 
-def test_streams_do_not_share():
-    allocator = Allocator()
+@pytest.mark.parametrize(("expandable", "reserved"), [(False, 60 * MIB), (True, 80 * MIB)])
+def test_streams_do_not_share(expandable, reserved):
+    allocator = Allocator(expandable=expandable)
     allocator.free(allocator.allocate(30 * MIB, "default"))
     allocator.allocate(30 * MIB, "gathers")
-    assert allocator.reserved == 60 * MIB
+    assert allocator.reserved == reserved
     allocator.allocate(30 * MIB, "default")
-    assert allocator.reserved == 60 * MIB
+    assert allocator.reserved == reserved
 
 
 def test_expandable_segments_grow_by_pages():
@@ -163,13 +164,6 @@ def test_what_can_grow_is_taken_last():
     # What is at the end, and can grow, is used where nothing else is large enough.
     assert allocator.allocate(36 * MIB, "").address == 90 * MIB
     assert allocator.reserved == 140 * MIB
-
-
-def test_expandable_segments_of_streams_are_apart():
-    allocator = Allocator(expandable=True)
-    allocator.free(allocator.allocate(30 * MIB, "default"))
-    allocator.allocate(30 * MIB, "gathers")
-    assert allocator.reserved == 80 * MIB
 
 
 def test_a_step_is_repeated_without_more():

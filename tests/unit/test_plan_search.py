@@ -9,14 +9,13 @@ import pytest
 from smp.errors import UserError
 from smp.memory.shape import model_shape
 from smp.models.model_config import resolve_model
-from smp.plan.closed_time import estimate
 from smp.plan.cost import cost_of, disk_bytes, host_bytes
 from smp.plan.devices import device_row
 from smp.plan.layouts import LONG, differences, layouts, parts
 from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime, parse_count
 from smp.plan.request import rates, read_request
-from smp.plan.search import MOST_TRACES, Estimate, Found, instructive, search
-from smp.plan.tables import ranking, title_of
+from smp.plan.search import MOST_TRACES, Estimate, instructive, search
+from smp.plan.tables import title_of
 from smp.train.arguments import parse_args
 from tests.job import LLAMA
 
@@ -124,19 +123,6 @@ def test_long_sequences_are_split_over_the_ranks_of_a_sharding_group():
     assert few and all(8 // (cp * tp) <= 2 for cp, tp, _ in few)
 
 
-def test_the_table_has_a_column_of_context_parallelism_where_it_is_of_use():
-    every = found_layouts("--max_context_width", LONG, nodes=1)
-    one, two = (next(each for each in every if each.mesh.cp.size == cp) for cp in (1, 2))
-
-    def head(*chosen):
-        plans = [(layout, plan_of(layout, allocated=GIB, seconds=1.0)) for layout in chosen]
-        return [*ranking(Found(plans, [], None, 2, 2), 3, 8)][1:3]
-
-    assert all(" cp " not in line for line in head(one))
-    title, row = head(two, one)
-    assert title.split()[:3] == ["shard", "tp", "cp"] and row.split()[3] == "2"
-
-
 def test_the_trace_decides_among_what_the_closed_form_likes():
     estimates = [
         Estimate(layout, memory=(20 + index) * GIB, seconds=layout.tokens * (1 + index / 1000))
@@ -207,15 +193,6 @@ def test_reasons_differ_in_one_thing_from_the_best():
     assert shown and all(len(differences(each.layout, best)) == 1 for each in shown)
     assert len({differences(each.layout, best)[0][0] for each in shown}) == len(shown)
     assert shown[0].reason == "about 300.0 > 80.0 GiB"
-
-
-def test_the_closed_form_prices_every_layout_of_a_device():
-    config = parse_args([*LLAMA])
-    shape, row = model_shape(resolve_model(config.model)), device_row("h100")
-    found = [estimate(shape, layout, row, local=8) for layout in some_layouts()]
-    assert all(each.memory > 0 and each.seconds > 0 for each in found)
-    by_mode = {parts(each.layout)["recomputation"]: each.seconds for each in reversed(found)}
-    assert by_mode["recompute full"] > by_mode["recompute none"]
 
 
 @pytest.mark.parametrize(

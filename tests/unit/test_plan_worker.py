@@ -104,20 +104,11 @@ def test_what_a_process_holds_beyond_its_tensors():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("words", "match"), [
-    (["--no_such_flag", "1"], "no_such_flag"),
-    (["--hybrid_shard_degree", "3"], "hybrid_shard_degree"),
-    (["--offload_activations", "1"], "--offload_dir"),
-])  # fmt: skip
-def test_flags_that_are_refused_are_a_sentence(words, match, ask):
-    with pytest.raises(UserError, match=match) as refused:
-        plan(ask, [*WORDS, *words])
-    assert "Traceback" not in str(refused.value)
-
-
-@pytest.mark.full
 def test_a_directory_of_the_jobs_hosts_need_not_be_here(ask):
-    assert plan(ask, [*WORDS, "--offload_activations", "1", "--offload_dir", "/nowhere/fast"]).memory.needed
+    offloaded = [*WORDS, "--offload_activations", "1"]
+    with pytest.raises(UserError, match="--offload_dir"):
+        plan(ask, offloaded)
+    assert plan(ask, [*offloaded, "--offload_dir", "/nowhere/fast"]).memory.needed
 
 
 @pytest.mark.full

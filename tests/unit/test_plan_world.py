@@ -1,13 +1,12 @@
-"""Every trap of planning on fake tensors: the plan with its stand-in, and what goes wrong without.
+"""Traps of planning on fake tensors: the plan with its stand-in, and what goes wrong without.
 
-The right bytes are those of the plan as it is, which other tests compare with a real step's.
+The right bytes are those of the plan as it is, which tests/parity/test_plan_bytes.py compares with a real step's; what
+those steps fall into themselves has no test here.
 """
 
 from __future__ import annotations
 
-import functools
 import pathlib
-import tempfile
 from typing import Any
 
 import pytest
@@ -25,13 +24,8 @@ MODEL = (
 )
 SPLIT = "--tensor_parallel_degree 2"
 KEPT = "--activation_checkpointing 0"
-DEEP = f"{KEPT} --num_layers 4"
-WIDE = f"{KEPT} --llama_intermediate_size 2048"
-OFFLOADED = f"{DEEP} --offload_activations 1 --activation_loading_horizon 1"
-FOLDER = f"--offload_dir {tempfile.gettempdir()}"
-TO_DISK = f"{OFFLOADED} {FOLDER}"
 
-trial = pytest.mark.slow  # two minutes of a core; the bytes of the plan as it is: tests/parity/test_plan_bytes.py
+trial = pytest.mark.slow  # a minute of a core; the bytes of the plan as it is: tests/parity/test_plan_bytes.py
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="a plan for GPUs needs a C++ compiler")
 of_a_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,45 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def request(words: str = "", world: int = 2, backend: str = "gloo", *where: str) -> dict[str, Any]:
     return {"words": (MODEL + words).split(), "world": world, "rank": 0, "backend": backend, "where": list(where)}
-
-
-# Of each trap, by the name of its stand-in: a step that falls into it.
-ON_CPU = {
-    "numbers": request(),
-    "mesh": request(),
-    "concatenate": request(SPLIT, 4),
-    "pause": request(SPLIT, 4, "gloo", "shapes are new"),
-    "is_tracing": request("", 2, "gloo", "batches have padding masks"),
-    "collectives": request(),
-    "collectives of smddp": request("", 2, "smddp"),
-    "store": request(TO_DISK),
-    "identity": request(TO_DISK),
-}
-ON_GPU = {
-    "attention": request(KEPT, 2, "nccl"),
-    "streams": request("", 2, "nccl"),
-    "identity": request(OFFLOADED, 2, "nccl"),
-}
-# Steps without tampering, to compare with.
-PLAIN_ON_CPU = {"": request(), DEEP: request(DEEP)}
-PLAIN_ON_GPU = {DEEP: request(DEEP, 2, "nccl"), WIDE: request(WIDE, 2, "nccl")}
-
-
-def _both(trap: str, given: dict[str, Any]) -> list[dict[str, Any]]:
-    return [given, {**given, "without": trap.partition(" ")[0]}]
-
-
-@functools.cache
-def answers(device_type: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Plan with and without each stand-in, forks of one process; and the steps to compare with."""
-    traps, plain, shim = (ON_CPU, PLAIN_ON_CPU, None) if device_type == "cpu" else (ON_GPU, PLAIN_ON_GPU, build_shim())
-    pairs = {trap: _both(trap, given) for trap, given in traps.items()}
-    pairs |= {words: [given, given] for words, given in plain.items()}
-    requests: list[dict[str, Any]] = []
-    for pair in pairs.values():
-        requests += [each for each in pair if each not in requests]  # equal ones are planned once
-    found = planned(requests, shim=shim)
-    return {name: (found[requests.index(a)], found[requests.index(b)]) for name, (a, b) in pairs.items()}
 
 
 def test_micro_batches_are_the_jobs():
@@ -94,59 +49,19 @@ def test_micro_batches_are_the_jobs():
 
 
 @trial
-def test_a_number_is_read():
-    """The counted tokens, the norm, the flags of faults: no fake tensor has a value."""
-    right, without = answers("cpu")["numbers"]
-    assert right["total"] == sum(right["at_peak"].values()) > 2 * 2**20
-    assert without == {"error": "DataDependentOutputException: aten._local_scalar_dense.default"}
-
-
-@trial
-@pytest.mark.parametrize(("trap", "error"), [
-    ("mesh", "DataDependentOutputException"),  # the mesh's ranks are read
-    ("concatenate", "DynamicOutputShapeException: aten.nonzero"),  # fully_shard joins its mesh to that of tp
-    ("store", "OSError"),  # a write from address 0
-])  # fmt: skip
-def test_the_step_ends_on_cpus(trap, error):
-    right, without = answers("cpu")[trap]
-    assert right["total"] > 0
-    assert without["error"].startswith(error)
-
-
-@trial
 def test_shapes_of_dtensors_are_no_allocations():
-    right, without = answers("cpu")["pause"]
-    assert right == answers("cpu")["concatenate"][0]  # where no shape is new
+    step = request(SPLIT, 4, "gloo", "shapes are new")
+    plain, right, without = planned([request(SPLIT, 4), step, {**step, "without": "pause"}])
+    assert right == plain  # where no shape is new
     assert without["own_peaks"]["gathered parameters"] > right["own_peaks"]["gathered parameters"]
 
 
 @trial
 def test_a_padding_mask_without_padding_makes_no_square():
-    right, without = answers("cpu")["is_tracing"]
-    assert right["total"] == answers("cpu")[""][0]["total"] + 8 * BATCH * LENGTH  # the padding masks
+    step = request("", 2, "gloo", "batches have padding masks")
+    plain, right, without = planned([request(), step, {**step, "without": "is_tracing"}])
+    assert right["total"] == plain["total"] + 8 * BATCH * LENGTH  # the padding masks
     assert without["total"] >= right["total"] + BATCH * LENGTH * LENGTH
-
-
-@trial
-def test_buffers_of_gloo():
-    """Torch's own collectives receive all at once; those for gloo each peer's part."""
-    right, without = answers("cpu")["collectives"]
-    assert right["own_peaks"]["communication buffers"] < without["own_peaks"]["communication buffers"]
-
-
-@trial
-def test_buffers_of_smddp():
-    """Memory that the ranks share: of the inputs of reduce-scatter there is one for the host, in two turns."""
-    right, without = answers("cpu")["collectives of smddp"]
-    assert right["total"] > without["total"] > answers("cpu")["collectives"][0]["total"]
-    assert right["at_peak"]["communication buffers"] > without["at_peak"]["communication buffers"]
-
-
-@trial
-def test_storages_differ_though_all_are_at_address_0():
-    right, without = answers("cpu")["identity"]
-    assert right["total"] < without["total"]
-    assert without["at_peak"]["activations"] == answers("cpu")[DEEP][0]["at_peak"]["activations"]  # none leaves
 
 
 @trial
@@ -154,23 +69,18 @@ def test_storages_differ_though_all_are_at_address_0():
 @of_a_cpu_build
 def test_attention_has_the_kernel_of_a_gpu():
     """Torch chooses by what a device has: a build for CPUs multiplies whole squares of scores."""
-    right, without = answers("cuda")["attention"]
+    step = request(KEPT, 2, "nccl")
+    right, without = planned([step, {**step, "without": "attention"}], shim=build_shim())
     assert without["total"] >= right["total"] + 4 * BATCH * LENGTH * LENGTH * 4  # heads, fp32
 
 
 @trial
 @needs_compiler
 def test_streams_do_not_share_a_pool():
-    right, without = answers("cuda")["streams"]
+    step = request("", 2, "nccl")
+    right, without = planned([step, {**step, "without": "streams"}], shim=build_shim())
     assert right["total"] == without["total"]
     assert right["reserved"] > without["reserved"]
-
-
-@trial
-@needs_compiler
-def test_offloading_leaves_the_gpu_though_all_is_at_address_0():
-    right, without = answers("cuda")["identity"]
-    assert right["total"] < without["total"] == answers("cuda")[DEEP][0]["total"]
 
 
 @trial
@@ -180,5 +90,6 @@ def test_kernels_that_a_gpu_has_are_not_taken_apart(tmp_path: pathlib.Path):
     """Of SiLU's backward, which a build for CPUs decomposes into products of the width of the MLP."""
     source = tmp_path / "shim.cpp"
     source.write_text(f'#define CUDA_SHIM_HAS_VALUES\n#include "{SOURCE}"\n')
-    right, without = answers("cuda")[WIDE][0], planned([PLAIN_ON_GPU[WIDE]], shim=build_shim(ROOT / "build", source))[0]
+    step = request(f"{KEPT} --llama_intermediate_size 2048", 2, "nccl")
+    (right,), (without,) = (planned([step], shim=shim) for shim in (build_shim(), build_shim(ROOT / "build", source)))
     assert without["total"] > right["total"]

@@ -6,14 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    PhiConfig,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, PhiConfig
 
 from smp.memory.shape import Workload, block_bytes, model_shape
 from smp.mesh import lay_out
