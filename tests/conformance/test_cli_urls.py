@@ -30,8 +30,8 @@ def run_dir(tmp_path_factory):
 @pytest.fixture
 def url(run_dir, s3):  # noqa: F811
     """The run's checkpoints in a bucket of this test's own, and one whose upload was interrupted."""
-    s3.client().put(f"{run_dir}/checkpoints/llama_v2-2steps", f"{s3.bucket}/run/llama_v2-2steps", recursive=True)
-    s3.client().put(f"{run_dir}/checkpoints/llama_v2-4steps", f"{s3.bucket}/run/llama_v2-4steps", recursive=True)
+    for name in ("llama_v2-2steps", "llama_v2-4steps"):
+        s3.put_folder(f"run/{name}", run_dir / "checkpoints" / name)
     s3.put("run/llama_v2-6steps/rank00000-000.safetensors", b"half")
     return f"{s3.url}/run"
 
@@ -80,7 +80,7 @@ def test_damage_is_named_by_file(call, url, s3, how):  # noqa: F811
         s3.put(key, bytes(data))
         words = f"  {name} is not as it was written (its digest differs)"
     elif how == "gone":
-        s3.client().rm(f"{s3.bucket}/{key}")
+        s3.remove(key)
         words = f"  {name} is missing"
     elif how == "added":
         s3.put(f"{folder}/other.bin", b"x")
