@@ -85,12 +85,6 @@ def test_help_needs_no_transformers(call):
     assert done.stdout.endswith("0\n[]\n")
 
 
-def test_it_runs_as_a_module(run_dir):
-    words = [sys.executable, "-m", "smp", "verify", "--quick", str(run_dir)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2 and done.stderr == ""
-
-
 @pytest.mark.smoke
 def test_bad_words_are_refused_in_one_sentence(refused, run_dir):
     assert "invalid choice: 'verifi'" in refused("verifi", run_dir)

@@ -270,19 +270,6 @@ def test_latest_passes_over_a_damaged_one_and_a_path_does_not(damage, tmp_path, 
         choose_checkpoint("latest", [tmp_path], "m")
 
 
-def test_a_changed_bit_of_a_file_is_found_by_reading_it(tmp_path):
-    path = make(tmp_path, 1)
-    file = path / "a.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
-    manifest = read_manifest(path)
-    assert problems_of_files(path, manifest, content=False) == []
-    assert problems_of_files(path, manifest, content=True) == [
-        "a.safetensors is not as it was written (its digest differs)"
-    ]
-
-
 def test_publish_replaces_the_link_and_prune_keeps_the_newest(tmp_path):
     for step in (1, 2, 3):
         make(tmp_path, step)
@@ -420,11 +407,12 @@ def _load(folder, name, layouts):
         assert all(torch.equal(got[key], expected[key]) for key in got), layout
 
 
-@pytest.mark.parametrize("name", ["llama_tied", pytest.param("gpt_neox", marks=pytest.mark.full)])
-def test_any_layout_loads_bit_for_bit_at_any_other(name, tmp_path):
-    run_distributed(_save, tmp_path, name, Layout("hybrid_shard", 2), world_size=4)
-    run_distributed(_load, tmp_path, name, [Layout("full_shard"), Layout("no_shard")], world_size=3)
-    run_distributed(_load, tmp_path, name, [Layout("full_shard")], world_size=1)
+def test_any_layout_loads_bit_for_bit_at_any_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "FILE_BYTES", 10_000)  # each rank's part is cut into files
+    run_distributed(_save, tmp_path, "llama_tied", Layout("hybrid_shard", 2), world_size=4)
+    assert len(list((tmp_path / "m-2steps").glob("rank00001-*.safetensors"))) > 3
+    run_distributed(_load, tmp_path, "llama_tied", [Layout("full_shard"), Layout("no_shard")], world_size=3)
+    run_distributed(_load, tmp_path, "llama_tied", [Layout("full_shard")], world_size=1)
 
 
 def test_a_branch_is_not_mixed_with_newer_checkpoints(tmp_path):
@@ -434,14 +422,6 @@ def test_a_branch_is_not_mixed_with_newer_checkpoints(tmp_path):
         refuse_older_branch(old, [tmp_path / "a", tmp_path / "b"])
     with pytest.raises(UserError, match=r"does not continue \(m-100steps\)"):
         refuse_foreign([tmp_path / "none", tmp_path / "a"], run_dir=tmp_path)
-
-
-@pytest.mark.full
-def test_large_states_are_cut_into_files_and_read_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "FILE_BYTES", 10_000)
-    run_distributed(_save, tmp_path, "gpt_neox", Layout("full_shard"), world_size=2)
-    assert len(list((tmp_path / "m-2steps").glob("rank00001-*.safetensors"))) > 3
-    run_distributed(_load, tmp_path, "gpt_neox", [Layout("full_shard")], world_size=3)
 
 
 def test_no_pickle_in_a_checkpoint_and_plain_torch_reads_it(tmp_path):

@@ -7,8 +7,6 @@ import json
 import pathlib
 import random
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.safetensors_io import read_header
+from smp.cpu_bf16 import try_bf16_product
 from tests.job import LLAMA, NEOX, losses, read_metrics, run_job
 
 DROPOUT = {"llama": [*LLAMA, "--attn_pdrop", 0.2], "neox": [*NEOX, "--attn_pdrop", 0.2, "--resid_pdrop", 0.1]}
@@ -153,8 +152,7 @@ def test_loss_falls_and_the_curve_is_the_same_at_any_layout(text, tmp_path):
 
 @pytest.mark.full
 def test_bf16_computes_in_bf16_and_keeps_fp32(text, tmp_path):
-    product = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
-    if subprocess.run([sys.executable, "-c", product], check=False).returncode:
+    if try_bf16_product(None):
         pytest.skip("this CPU stops the process at a bf16 matrix product")
     flags = [*LLAMA, *data_flags("text", None, text, tmp_path / "cache"), "--lr", 1e-2, "--max_steps", 5]
     for bf16 in (0, 1):
