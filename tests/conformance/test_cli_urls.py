@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import threading
 
 import pytest
@@ -183,6 +184,13 @@ def test_a_model_that_cannot_be_uploaded_is_kept(s3, proxy, tmp_path):  # noqa: 
     assert f"It is in {run}/final: copy it from there" in ended.output
     assert (run / "final" / "config.json").exists()
     assert "model/config.json" not in s3.keys("model")
+
+
+def test_a_bucket_that_does_not_exist_is_said_before_the_first_step(s3, tmp_path):  # noqa: F811
+    words = ["--use_synthetic_data", 1, "--max_steps", 1, "--checkpoint_dir", "s3://nobucket/run"]
+    ended = run_job(*LLAMA, *words, "--output_dir", tmp_path / "run")
+    assert ended.statuses == [2] and "Traceback" not in ended.output and not (tmp_path / "run").exists(), ended.output
+    assert re.search(r"s3://nobucket/run/.* bucket does not exist", ended.output), ended.output
 
 
 def test_a_model_that_is_killed_in_its_upload_is_no_model(call, url, s3, proxy):  # noqa: F811

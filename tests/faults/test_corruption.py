@@ -12,7 +12,7 @@ from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.errors import UserError
 from smp.train import __main__ as train_main
 from tests.faults.jobs import wrapped
-from tests.job import LLAMA, run_job
+from tests.job import LLAMA, flip, run_job
 
 JOB = [*LLAMA, "--use_synthetic_data", 1, "--checkpoint_freq", 1, "--max_steps", 3, "--num_kept_checkpoints", 3]
 
@@ -89,10 +89,7 @@ def assert_one_is_named_once(done, path) -> None:
 
 def test_a_job_passes_over_what_only_reading_shows_and_refuses_it_by_name(copy):
     path = newest(copy)
-    file = path / "rank00001-000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 4
-    file.write_bytes(data)
+    flip(path / "rank00001-000.safetensors")
     refused = resuming(copy, path, 2)
     assert refused.statuses == [2, 2], refused.output
     assert "llama_v2-3steps is damaged: rank00001-000.safetensors is not as it was written" in refused.output

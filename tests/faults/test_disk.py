@@ -9,21 +9,16 @@ import pathlib
 import pytest
 
 from smp.checkpoint.layout import find_checkpoints
-from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.checkpoint.outcome import attempt
 from tests.faults.disk import fail, fill_after
 from tests.faults.jobs import writes_end_first
-from tests.job import LLAMA, losses, run_job
+from tests.job import LLAMA, losses, run_job, steps_of_valid
 
 JOB = [*LLAMA, "--use_synthetic_data", 1, "--checkpoint_freq", 2, "--lr_decay_iters", 6]
 
 
 def whole_steps(run: pathlib.Path) -> list[int]:
-    """Steps of the checkpoints, all of which must be whole."""
-    found = find_checkpoints(run / "checkpoints", "llama_v2")
-    for checkpoint in found:
-        assert problems_of_files(checkpoint.path, read_manifest(checkpoint.path), content=True) == []
-    return [checkpoint.step for checkpoint in found]
+    return steps_of_valid(run / "checkpoints")
 
 
 def nothing_left(run: pathlib.Path) -> bool:

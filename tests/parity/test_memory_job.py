@@ -13,16 +13,23 @@ import signal
 import subprocess
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import smp.memory.tracker
 from smp.parallel.offload import DiskStore
 from tests.clock import wait_until
 from tests.faults.jobs import last_step
-from tests.job import NEOX, _process, losses, read_metrics, run_job
+from tests.job import (
+    NEOX,
+    _process,
+    assert_resumes,
+    assert_same_tensors,
+    losses,
+    read_metrics,
+    run_job,
+    tensors,
+)
 from tests.ports import free_port
-from tests.resume.test_train import tensors
 
 DROPOUT = ["--attn_pdrop", 0.2, "--resid_pdrop", 0.1]
 # Three blocks, whose inputs are 128 KiB on each of two ranks: a multiple of what is worth a move.
@@ -49,8 +56,7 @@ def test_offloading_trains_the_same_curve_and_leaves_nothing(words, disk, tmp_pa
     run_job(*job, "--output_dir", tmp_path / "plain", world_size=2).succeeded()
     run_job(*job, *offload(disk), "--output_dir", tmp_path / "moved", world_size=2).succeeded()
     assert len(losses(tmp_path / "plain")) == 3 and losses(tmp_path / "moved") == losses(tmp_path / "plain")
-    expected, got = tensors(tmp_path / "plain", 3), tensors(tmp_path / "moved", 3)
-    assert expected.keys() == got.keys() and all(torch.equal(expected[key], got[key]) for key in expected)
+    assert_same_tensors(tensors(tmp_path / "moved", 3), tensors(tmp_path / "plain", 3))
     assert list(disk.iterdir()) == []
 
 
@@ -163,14 +169,8 @@ def test_the_lines_and_curves_of_smp(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_parameters_in_host_memory_resume_bit_for_bit(words, disk, tmp_path):
     job, host = [*JOB, *words, "--train_batch_size", 2, "--grad_clip", 0.1], ["--cpu_offload", 1]
-    plain, whole, parts = (tmp_path / name for name in ("plain", "whole", "parts"))
-    run_job(*job, "--max_steps", 6, "--output_dir", plain, world_size=2).succeeded()
-    run_job(*job, *host, "--max_steps", 6, "--output_dir", whole, world_size=2).succeeded()
-    run_job(*job, *host, "--max_steps", 3, "--output_dir", parts, world_size=2).succeeded()
-    resume = [*job, *host, "--max_steps", 6, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
-    run_job(*resume, world_size=2).succeeded()
-    assert all(line["grad_norm"] > 0.1 for line in read_metrics(whole))  # so that all are clipped
-    assert losses(plain) == losses(whole) == losses(parts) and len(losses(plain)) == 6
-    for other in (whole, parts):
-        expected, got = tensors(plain, 6), tensors(other, 6)
-        assert expected.keys() == got.keys() and all(torch.equal(expected[key], got[key]) for key in expected)
+    run_job(*job, "--max_steps", 6, "--output_dir", tmp_path / "plain", world_size=2).succeeded()
+    parts = assert_resumes(tmp_path, *job, *host, at=3, steps=6)
+    assert all(line["grad_norm"] > 0.1 for line in read_metrics(parts))  # so that all are clipped
+    assert losses(parts) == losses(tmp_path / "plain")
+    assert_same_tensors(tensors(parts, 6), tensors(tmp_path / "plain", 6))
