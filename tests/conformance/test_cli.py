@@ -8,8 +8,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -71,18 +69,6 @@ def refused(call):
 
 
 # ------------------------------------------------------------------------------------------------------------------ smp
-
-
-def test_help_needs_no_transformers(call):
-    code = (
-        "import sys, smp.cli\n"
-        "try: smp.cli.main(['--help'])\n"
-        "except SystemExit as error: print(error.code)\n"
-        "print([m for m in ('transformers', 'datasets', 'matplotlib') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(f"\n    {name} " in done.stdout for name in smp.cli.COMMANDS), done.stdout
-    assert done.stdout.endswith("0\n[]\n")
 
 
 @pytest.mark.smoke

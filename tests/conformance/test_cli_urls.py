@@ -14,18 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401  i
 import smp.cli
 from smp.checkpoint.remote import ASIDE
 from tests.clock import wait_until
+from tests.conformance.test_cli import call, run_dir  # noqa: F401  fixtures
 from tests.job import LLAMA, losses, run_job
 from tests.s3 import Fault, nth, proxy, s3, s3_port  # noqa: F401  fixtures
-
-FLAGS = ["--use_synthetic_data", 1, "--max_steps", 4, "--checkpoint_freq", 2, "--num_kept_checkpoints", 5]
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    """A run of two processes with checkpoints of steps 2 and 4 and a final model; never changed."""
-    root = tmp_path_factory.mktemp("urls") / "run"
-    run_job(*LLAMA, *FLAGS, "--output_dir", root, "--save_final_model", 1, world_size=2).succeeded()
-    return root
 
 
 @pytest.fixture
@@ -35,18 +26,6 @@ def url(run_dir, s3):  # noqa: F811
         s3.put_folder(f"run/{name}", run_dir / "checkpoints" / name)
     s3.put("run/llama_v2-6steps/rank00000-000.safetensors", b"half")
     return f"{s3.url}/run"
-
-
-@pytest.fixture
-def call(capsys):
-    """Run the command in this process: (status, lines on stdout, lines on stderr)."""
-
-    def run(*words: object) -> tuple[int, list[str], list[str]]:
-        status = smp.cli.main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return status, out.splitlines(), err.splitlines()
-
-    return run
 
 
 def tensor_file(s3, step: int) -> str:  # noqa: F811
@@ -124,7 +103,7 @@ def test_inspect(call, url, run_dir, proxy):  # noqa: F811
     assert {r.key.rpartition("/")[2] for r in proxy.requests if r.kind == "get"} == {"manifest.json"}
 
 
-def test_diff(call, url, run_dir):
+def test_diff(call, url, run_dir):  # noqa: F811
     local = run_dir / "checkpoints" / "llama_v2-4steps"
     assert call("diff", "--values", f"{url}/llama_v2-4steps", local)[0] == 0
     assert call("diff", f"{url}/llama_v2-2steps", local)[0] == 1

@@ -1,8 +1,6 @@
 """What ``smp launch`` makes of its own flags, the training job's and its ``--config`` file, in every target."""
 
 import argparse
-import contextlib
-import io
 import pathlib
 import re
 import shlex
@@ -11,27 +9,18 @@ import pytest
 import yaml
 
 from smp.cli import launch
-from smp.cli import main as smp
 from smp.errors import ConfigError
 from smp.launch import kubernetes, script
 from smp.launch.command_line import check_arguments, comment, value_of
+from tests.conformance.test_launch_scripts import CPU, says
 
 ROOT = pathlib.Path(__file__).parents[2]
-CPU = ["--gpus_per_node", "0", "--processes_per_node", "2"]
 HERE = [*CPU, "--workdir", ROOT]
 POD = ["kubernetes", "--image", "r/smp:1", "--claim", "data"]
 TINY = ["--model", "llama_tiny", "--use_synthetic_data", "1"]
 ENROOT = ["--container", "enroot"]
 DOCKER = ["--container", "docker"]
 IN_DOCKER = [*HERE, *DOCKER, "--image", "smp", "--mount", "/data:/d"]
-
-
-def says(*words):
-    """The exit status, and what went to standard output and error."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = smp(["launch", *map(str, words)])
-    return status, out.getvalue(), err.getvalue()
 
 
 def written(*words):

@@ -306,13 +306,13 @@ def test_the_script_has_the_flags_that_the_planner_chooses(own, flags, closed):
 
 
 def test_what_does_not_fit_is_refused_with_the_nodes_that_would_hold_it(closed):
-    words = ["slurm", "--workdir", ROOT, "--model", "llama3_70b"]
+    words = ["slurm", "--workdir", ROOT, "--model", "llama3_8b", "--gpus_per_node", 2, "--gpu_memory_gib", 24]
     status, out, err = says(*words)
-    assert (status, out) == (2, "") and "llama3_70b on 1 x 8 h100: does not fit: at least" in err
+    assert (status, out) == (2, "") and "llama3_8b on 1 x 2 h100: does not fit: at least" in err
     nodes = re.search(r"--nodes (\d+)\.", err)[1]
     assert says(*words, "--nodes", nodes)[0] == 0
-    status, _, err = says("slurm", "--workdir", ROOT, "--model", "llama7b", "--", "--tensor_parallel_degree", 3)
-    assert status == 2 and "--tensor_parallel_degree 3 does not divide the 32 attention heads" in err
+    status, _, err = says("slurm", "--workdir", ROOT, "--model", "llama_tiny", "--", "--tensor_parallel_degree", 3)
+    assert status == 2 and "--tensor_parallel_degree 3 does not divide the 4 attention heads" in err
 
 
 def test_the_local_command_is_printed():

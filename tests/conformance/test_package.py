@@ -73,7 +73,7 @@ def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(insta
     assert done.stdout == f"{source / 'smp' / '__init__.py'}\n", done.stdout + done.stderr
 
 
-def test_the_job_where_only_the_wheel_is(installed, tmp_path):
+def test_the_job_and_commands_where_only_the_wheel_is(installed, tmp_path):
     where = run(installed[1], tmp_path / "empty", sys.executable, "-c", WHERE)
     assert where.stdout.startswith(str(installed[1]))
     words = "--model llama_tiny --use_synthetic_data 1 --max_steps 3 --logging_freq 1".split()

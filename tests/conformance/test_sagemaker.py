@@ -317,63 +317,28 @@ def _wrapped():
 
 
 def _train_save_and_resume(folder: pathlib.Path) -> None:
+    """By its own utility; with torch's functions: see ``test_smp_v2_script.py``."""
     import torch.sagemaker as tsm
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.fsdp import FullStateDictConfig, StateDictType
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-    from torch.distributed.fsdp.api import ShardedOptimStateDictConfig
     from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as TorchFSDP
     from torch.sagemaker.distributed.fsdp import checkpoint as util
 
     tsm.init({"hybrid_shard_degree": 0})
-    kind, path, other = StateDictType.SHARDED_STATE_DICT, str(folder / "2steps"), str(folder / "util-2steps")
+    kind, path = StateDictType.SHARDED_STATE_DICT, str(folder / "2steps")
     model, optimizer, scheduler = _wrapped()
     _loop(model, optimizer, scheduler, range(2))
-    with FSDP.state_dict_type(model, kind):
-        state = {
-            "model": model.state_dict(),
-            "optimizer": FSDP.optim_state_dict(model, optimizer),
-            "scheduler": scheduler.state_dict(),
-            "total_steps": 2,
-        }
     group = model.process_group
-    checkpoint.save_state_dict(
-        state_dict=state,
-        storage_writer=checkpoint.FileSystemWriter(path),
-        planner=checkpoint.DefaultSavePlanner(),
-        process_group=group,
-        coordinator_rank=0,
-    )
     saved = {"total_steps": 2, "resume_from_sequence_number": 8}
     rest = {"optimizer": optimizer, "scheduler": scheduler, "log": dist.get_rank() == 0}
-    util.save_model_checkpoint(model, kind, other, "full_shard", (group, 0, True), **rest, extra_exports=saved)
+    util.save_model_checkpoint(model, kind, path, "full_shard", (group, 0, True), **rest, extra_exports=saved)
     expected = _loop(model, optimizer, scheduler, range(2, 4))
-
-    model, optimizer, scheduler = _wrapped()
-    with FSDP.state_dict_type(model, kind, optim_state_dict_config=ShardedOptimStateDictConfig(offload_to_cpu=True)):
-        state = {"model": model.state_dict(), "scheduler": scheduler.state_dict(), "total_steps": 0}
-        checkpoint.load_state_dict(
-            state_dict=state, storage_reader=checkpoint.FileSystemReader(path), process_group=group, coordinator_rank=0
-        )
-        model.load_state_dict(state["model"])
-        scheduler.load_state_dict(state["scheduler"])
-        found = load_sharded_optimizer_state_dict(
-            model_state_dict=state["model"],
-            optimizer_key="optimizer",
-            storage_reader=checkpoint.FileSystemReader(path),
-            process_group=group,
-        )
-        ready = FSDP.optim_state_dict_to_load(model=model, optim=optimizer, optim_state_dict=found["optimizer"])
-        optimizer.load_state_dict(ready)
-    assert state["total_steps"] == 2
-    assert _loop(model, optimizer, scheduler, range(2, 4)) == expected
 
     model, optimizer, scheduler = _wrapped()
     rest = {"optimizer": optimizer, "scheduler": scheduler, "log": False}
     loaded = util.load_model_checkpoint(
-        model, kind, other, "full_shard", (group, 0, True), **rest, extra_imports=dict.fromkeys(saved, 0)
+        model, kind, path, "full_shard", (group, 0, True), **rest, extra_imports=dict.fromkeys(saved, 0)
     )
     assert loaded[util.EXPORT_KEY_IDENTITY] == {"epoch": 0, **saved} and loaded[util.EXPORT_KEY_MODEL] is model
     assert loaded[util.EXPORT_KEY_OPTIMIZER] is optimizer and loaded[util.EXPORT_KEY_SCHEDULER] is scheduler

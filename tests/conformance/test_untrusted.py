@@ -179,12 +179,11 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_manifest_that_lies_is_refused(checkpoint, name, all_commands_refuse):
+def test_a_manifest_that_lies_is_refused(checkpoint, name):
     manifests.change(checkpoint, MUTATIONS[name])
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json") as caught:
         read_manifest(checkpoint)
-    assert len(str(caught.value)) < 2000
-    all_commands_refuse(checkpoint, r"manifest\.json")
+    assert len(str(caught.value)) < 2000 and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import pathlib
 import re
@@ -17,19 +16,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import smp.memory.tracker
 from smp.parallel.offload import DiskStore
-from tests.clock import wait_until
 from tests.faults.jobs import last_step
 from tests.job import (
     NEOX,
-    _process,
     assert_resumes,
     assert_same_tensors,
     losses,
     read_metrics,
     run_job,
+    running_job,
     tensors,
 )
-from tests.ports import free_port
 
 DROPOUT = ["--attn_pdrop", 0.2, "--resid_pdrop", 0.1]
 # Three blocks, whose inputs are 128 KiB on each of two ranks: a multiple of what is worth a move.
@@ -61,30 +58,18 @@ def test_offloading_trains_the_same_curve_and_leaves_nothing(words, disk, tmp_pa
 
 
 def test_a_killed_run_leaves_no_file(disk, tmp_path):
-    argv = [*map(str, [*JOB, "--max_steps", 100_000, *offload(disk), "--output_dir", tmp_path / "run"])]
-    port = free_port()
-    output = tmp_path / "output"
-    output.touch()
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_process, args=(r, 2, port, argv, str(output), None)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
-        wait_until(
-            lambda: last_step(tmp_path / "run") >= 1,
-            alive=lambda: all(rank.is_alive() for rank in ranks), said=output.read_text,
-        )  # fmt: skip
-        for rank in ranks:
+    words = [*JOB, "--max_steps", 100_000, *offload(disk), "--output_dir", tmp_path / "run"]
+    with running_job(*words, world_size=2) as job:
+        job.wait_until(lambda: last_step(tmp_path / "run") >= 1)
+        for pid in job.pids:
             held = []
-            for name in os.listdir(f"/proc/{rank.pid}/fd"):
+            for name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):  # it has just closed this one
-                    held.append(os.stat(f"/proc/{rank.pid}/fd/{name}"))
+                    held.append(os.stat(f"/proc/{pid}/fd/{name}"))
             ours = [file for file in held if file.st_dev == disk.stat().st_dev and not file.st_nlink]
             assert max(file.st_size for file in ours) >= 2 * 128 * 1024  # it was at it
-    finally:
-        for rank in ranks:
-            os.kill(rank.pid, signal.SIGKILL)
-            rank.join()
+        job.signal(signal.SIGKILL)
+        job.wait()
     assert list(disk.iterdir()) == []
 
 

@@ -197,17 +197,9 @@ def test_a_global_batch_that_is_changed_is_told(tmp_path):
 
 @pytest.mark.full
 def test_a_small_validation_set_counts_each_row_once(jsonl, tmp_path):
-    words = [
-        *LLAMA,
-        "--training_dir",
-        jsonl,
-        "--test_dir",
-        jsonl / "part1.jsonl.gz",
-        "--data_cache_dir",
-        tmp_path / "c",
-    ]
+    words = [*LLAMA, "--training_dir", jsonl, "--test_dir", jsonl / "part1.jsonl.gz", "--global_batch_size", 4]
     words += ["--max_steps", 1, "--validation_freq", 1, "--validation_batches", 50, "--train_batch_size", 1]
-    words += ["--global_batch_size", 4]
+    words += ["--data_cache_dir", tmp_path / "c"]
     found = []
     for world_size, size in ((1, 4), (2, 8)):  # 14 rows; 16 in a batch of 2 x 8
         run = tmp_path / f"run{world_size}"
