@@ -11,7 +11,7 @@ import transformers  # noqa: F401  imported before the ranks are forked
 from tests.distributed import run_distributed
 from tests.reference import Layout, assert_parity, build_reference, reference_trajectory, train_parallel
 
-STEPS = 6
+STEPS = 4
 MODELS = ["llama_gqa", "llama_tied", "mistral", "gpt_neox", "gpt_neox_tied"]
 LAYOUTS = {
     1: [Layout("full_shard"), Layout("no_shard", accumulation=4)],
