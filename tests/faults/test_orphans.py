@@ -73,12 +73,7 @@ def end(process: subprocess.Popen[bytes], say: bytes = b"") -> str:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "what"),
-    [
-        (TORCHRUN, "planning"),
-        (TORCHRUN, "training, later"),
-        (LOCAL, "library"),
-    ],
+    ("launcher", "what"), [(TORCHRUN, "planning"), (TORCHRUN, "training, later"), (LOCAL, "library")]
 )
 def test_processes_end_with_a_launcher_that_is_killed_while_they_start(launcher, what, tmp_path):
     """Where it is killed ``later``, that is before they could watch it."""

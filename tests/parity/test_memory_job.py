@@ -17,16 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import smp.memory.tracker
 from smp.parallel.offload import DiskStore
 from tests.faults.jobs import last_step
-from tests.job import (
-    NEOX,
-    assert_resumes,
-    assert_same_tensors,
-    losses,
-    read_metrics,
-    run_job,
-    running_job,
-    tensors,
-)
+from tests.job import NEOX, assert_resumes, assert_same_tensors, losses, read_metrics, run_job, running_job, tensors
 
 DROPOUT = ["--attn_pdrop", 0.2, "--resid_pdrop", 0.1]
 # Three blocks, whose inputs are 128 KiB on each of two ranks: a multiple of what is worth a move.

@@ -66,11 +66,7 @@ def _check_losses(references, layouts):
 
 @pytest.mark.parametrize(
     ("world_size", "backend"),
-    [
-        (1, "gloo"),
-        (2, "smddp"),
-        *(pytest.param(4, backend, marks=pytest.mark.slow) for backend in ("gloo", "smddp")),
-    ],
+    [(1, "gloo"), (2, "smddp"), *(pytest.param(4, backend, marks=pytest.mark.slow) for backend in ("gloo", "smddp"))],
 )
 def test_fp32_losses_equal_hugging_face(world_size, backend):
     references = [build_reference(name, torch.float32) for name in ("llama_gqa", "gpt_neox")]

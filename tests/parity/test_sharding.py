@@ -65,12 +65,7 @@ def sharded(layout: Layout, name: str = "llama_gqa", **parallel) -> nn.Module:
     activation = ActivationConfig(activation_checkpointing=layout.checkpointing)
     with mock.patch.object(sharding, "MIN_UNIT_PARAMETERS", layout.min_unit):
         return parallelize(
-            model,
-            family_of(model.config),
-            mesh=layout.mesh(),
-            parallel=config,
-            activation=activation,
-            dtype=None,
+            model, family_of(model.config), mesh=layout.mesh(), parallel=config, activation=activation, dtype=None
         )
 
 

@@ -54,10 +54,7 @@ def data_flags(kind: str, jsonl: pathlib.Path, text: pathlib.Path, cache: pathli
 
 @pytest.mark.parametrize(
     ("family", "kind", "accumulation", "world_size"),
-    [
-        ("llama", "jsonl", 1, 2),
-        pytest.param("neox", "text", 2, 2, marks=pytest.mark.slow),
-    ],
+    [("llama", "jsonl", 1, 2), pytest.param("neox", "text", 2, 2, marks=pytest.mark.slow)],
 )
 @pytest.mark.full
 def test_resume_is_bit_identical(family, kind, accumulation, world_size, jsonl, text, tmp_path):
@@ -119,10 +116,7 @@ def test_loss_falls_and_the_curve_is_the_same_at_any_layout(text, tmp_path):
         *LLAMA, *data_flags("text", None, text, tmp_path / "cache"), "--lr", 1e-2, "--global_batch_size", 8,
         "--max_steps", 15,
     ]  # fmt: skip
-    runs = {
-        1: ["--train_batch_size", 8],
-        4: ["--train_batch_size", 2, "--shard_degree", 2],
-    }
+    runs = {1: ["--train_batch_size", 8], 4: ["--train_batch_size", 2, "--shard_degree", 2]}
     for world_size, extra in runs.items():
         run_job(*flags, *extra, "--output_dir", tmp_path / str(world_size), world_size=world_size).succeeded()
     one, four = (losses(tmp_path / str(world_size)) for world_size in runs)
