@@ -99,6 +99,19 @@ def loss_of(model, ids):
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+def plain_gradients(ranks: int = 2, *, double: bool = True, **kwargs) -> dict[str, torch.Tensor]:
+    """Of the mean of the ranks' losses, in one process."""
+    model = build(**kwargs)
+    model = model.double() if double else model
+    sum(loss_of(model, batch(0, rank)) for rank in range(ranks)).div(ranks).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    """Whole, of a sharded model."""
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
 def torch_fsdp(model, use_orig_params=True, **kwargs):
     """torch's own FSDP1, which takes a CPU only as ``device_id``."""
     with warnings.catch_warnings():

@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 import train_lib
 from smp.checkpoint.hf_export import export_hf  # noqa: F401  imported before the ranks are forked
+from smp.checkpoint.layout import find_checkpoints
+from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.train import report
 from tests.clock import HANG_SECONDS, wait_until
 from tests.ports import free_port
@@ -172,3 +175,49 @@ def read_metrics(run_dir: pathlib.Path) -> list[dict]:
 def losses(run_dir: pathlib.Path) -> list[float]:
     """The loss of every logged step, in order."""
     return [line["loss"] for line in read_metrics(run_dir)]
+
+
+def steps_of_valid(checkpoints: pathlib.Path, name: str = "llama_v2") -> list[int]:
+    """Steps of the checkpoints in a directory, all of which must be valid."""
+    found = find_checkpoints(checkpoints, name)
+    for checkpoint in found:
+        assert problems_of_files(checkpoint.path, read_manifest(checkpoint.path), content=True) == []
+    return [checkpoint.step for checkpoint in found]
+
+
+def flip(file: pathlib.Path) -> None:
+    """Change a bit of a tensor."""
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+
+
+def tensors_in(checkpoint: pathlib.Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by file and name."""
+    return {f"{f.name}/{k}": v for f in sorted(checkpoint.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+def tensors(run_dir: pathlib.Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a run's checkpoint of a step."""
+    (checkpoint,) = (run_dir / "checkpoints").glob(f"*-{step}steps")
+    return tensors_in(checkpoint)
+
+
+def assert_same_tensors(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    """They are equal, bit for bit."""
+    assert one.keys() == two.keys() and one
+    different = [name for name in one if not torch.equal(one[name], two[name])]
+    assert not different, different
+
+
+def assert_resumes(folder: pathlib.Path, *argv: object, at: int, steps: int, world_size: int = 2) -> pathlib.Path:
+    """A run that ends at a step and is resumed is one that does not end there, bit for bit; returns its directory."""
+    whole, parts = folder / "whole", folder / "parts"
+    run_job(*argv, "--max_steps", steps, "--output_dir", whole, world_size=world_size).succeeded()
+    run_job(*argv, "--max_steps", at, "--output_dir", parts, world_size=world_size).succeeded()
+    resume = ["--max_steps", steps, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
+    run_job(*argv, *resume, world_size=world_size).succeeded()
+    assert [line["step"] for line in read_metrics(parts)] == list(range(1, steps + 1))
+    assert losses(parts) == losses(whole)
+    assert_same_tensors(tensors(parts, steps), tensors(whole, steps))
+    return parts

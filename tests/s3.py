@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import http.client
 import importlib.util
 import os
+import pathlib
 import random
 import subprocess
 import sys
@@ -15,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from xml.etree import ElementTree
 
 import pytest
 
@@ -271,28 +274,43 @@ class Server:
         """Of the bucket."""
         return f"s3://{self.bucket}"
 
-    def client(self):
-        """A file system that asks the server itself and not the proxy, and keeps nothing."""
-        import s3fs
+    def _ask(self, method: str, key: str = "", *, query: str = "", body: bytes = b"") -> bytes:
+        """Ask the server itself and not the proxy; without a client, which takes longer to make than a small job."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port)) as connection:
+            signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
+            connection.request(method, f"/{self.bucket}/{quote(key)}{query}", body, signed)
+            answer = connection.getresponse()
+            content = answer.read()
+        if answer.status >= 300:
+            raise FileNotFoundError(f"{key}: {answer.status} {content.decode()}")
+        return content
 
-        s3fs.S3FileSystem.clear_instance_cache()
-        return s3fs.S3FileSystem(
-            key="test", secret="test", endpoint_url=f"http://127.0.0.1:{self.port}", skip_instance_cache=True,
-            use_listings_cache=False,
-        )  # fmt: skip
+    def make(self) -> None:
+        """Make the bucket."""
+        self._ask("PUT")
 
     def keys(self, prefix: str = "") -> list[str]:
         """Keys of the bucket's objects below a prefix, sorted."""
-        found = self.client().find(f"{self.bucket}/{prefix}".rstrip("/"))
-        return sorted(name.removeprefix(f"{self.bucket}/") for name in found)
+        listing = ElementTree.fromstring(self._ask("GET", query=f"?list-type=2&prefix={quote(prefix)}"))
+        found = [str(element.text) for element in listing.iter() if element.tag.endswith("}Key")]
+        return sorted(key for key in found if not prefix or (key + "/").startswith(prefix + "/"))
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object."""
-        self.client().pipe_file(f"{self.bucket}/{key}", data)
+        self._ask("PUT", key, body=data)
+
+    def put_folder(self, key: str, folder: pathlib.Path) -> None:
+        """Write the files of a folder."""
+        for file in folder.iterdir():
+            self.put(f"{key}/{file.name}", file.read_bytes())
 
     def get(self, key: str) -> bytes:
         """Read an object."""
-        return self.client().cat_file(f"{self.bucket}/{key}")
+        return self._ask("GET", key)
+
+    def remove(self, key: str) -> None:
+        """Delete an object."""
+        self._ask("DELETE", key)
 
 
 def missing() -> str | None:
@@ -339,7 +357,7 @@ def new_bucket(port: int) -> Server:
     """Make a bucket."""
     _numbers[port] += 1
     server = Server(port, f"bucket{_numbers[port]}")
-    server.client().mkdir(server.bucket)
+    server.make()
     return server
 
 
@@ -377,24 +395,29 @@ def s3_port() -> Iterator[int]:
         yield port
 
 
-@pytest.fixture
-def proxy(s3_port: int) -> Iterator[Proxy]:
-    """The proxy before the server."""
-    with Proxy(s3_port) as found:
-        yield found
-        found.shutdown()
-
-
-@pytest.fixture
-def s3(s3_port: int, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A bucket of the test's own; this process and those it starts reach it by ``s3://``, through the proxy."""
+@functools.cache
+def _proxy_before(port: int) -> Proxy:
+    """One for all tests: at another address, each of them would have to make new clients."""
     import s3fs
 
+    s3fs.S3FileSystem.clear_instance_cache()
+    return Proxy(port)
+
+
+@pytest.fixture
+def proxy(s3_port: int) -> Proxy:
+    """The proxy before the server, which does nothing yet and remembers nothing."""
+    found = _proxy_before(s3_port)
+    found.rules, found.requests, found.rate, found.away = [], [], None, False
+    return found
+
+
+@pytest.fixture
+def s3(s3_port: int, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A bucket of the test's own; this process and those it starts reach it by ``s3://``, through the proxy."""
     for name, value in environment(proxy.url).items():
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
-    s3fs.S3FileSystem.clear_instance_cache()  # it has another test's address
     few_attempts(monkeypatch.setattr)
-    yield new_bucket(s3_port)
-    s3fs.S3FileSystem.clear_instance_cache()
+    return new_bucket(s3_port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def train(model, part, between, clip):
     return found
 
 
-def _evaluated(between, settings):
+def _evaluated(settings):
     mesh = smp.init(settings)
     # The loss of all ranks' tokens is the mean of theirs, which all have as many.
     expected = train(
@@ -93,7 +94,7 @@ def _evaluated(between, settings):
         functools.partial(smp.parallelize, gradient_reduction="mean"),
         *([] if mesh.tp.size > 1 else [fully_sharded]),
     ]
-    for shard in ways:
+    for shard, between in itertools.product(ways, BETWEEN):
         model = shard(build_reference("llama_gqa", torch.float64))
         found = train(
             model, lambda ids: ids.chunk(mesh.data_size)[mesh.data_rank], between, lambda m: smp.clip_grad_norm_(m, 0.5)
@@ -102,18 +103,22 @@ def _evaluated(between, settings):
         torch.distributed.all_reduce(losses, group=mesh.data_group)
         losses /= mesh.data_size
         # Hugging Face computes the loss in fp32.
-        assert losses.tolist() == pytest.approx([loss for loss, _ in expected], rel=1e-6), (shard, found, expected)
-        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=1e-6)
+        assert losses.tolist() == pytest.approx([loss for loss, _ in expected], rel=1e-6), (between, shard)
+        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=1e-6), (between, shard)
 
 
 @pytest.mark.parametrize("settings", [{}, {"tensor_parallel_degree": 2}], ids=["shard 2", "tp 2"])
-@pytest.mark.parametrize("between", BETWEEN)
-def test_an_evaluation_between_leaves_training_as_it_is(between, settings):
-    run_distributed(_evaluated, between, settings, world_size=2)
+def test_an_evaluation_between_leaves_training_as_it_is(settings):
+    run_distributed(_evaluated, settings, world_size=2)
 
 
-def _backbone(name, settings):
+def _backbones(settings):
     mesh = smp.init(settings)
+    for name in ("llama_gqa", "mistral", "gpt_neox"):
+        _backbone(name, mesh)
+
+
+def _backbone(name, mesh):
     reference, model = build_reference(name, torch.float64), build_reference(name, torch.float64)
     smp.parallelize(model, gradient_reduction="mean")
     ids, shown = batch(0), torch.ones(4, 12, dtype=torch.int64)
@@ -133,13 +138,12 @@ def _backbone(name, settings):
         for n, parameter in model.named_parameters():
             if n in expected:
                 found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-                torch.testing.assert_close(found, expected[n], rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(found, expected[n], rtol=1e-9, atol=1e-12, msg=lambda m: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("settings", [{}, {"tp": 2, "sequence_parallel": False}], ids=["shard 2", "tp 2"])
-@pytest.mark.parametrize("name", ["llama_gqa", "mistral", "gpt_neox"])
-def test_a_value_head_on_the_backbone_sees_masks_and_has_gradients(name, settings):
-    run_distributed(_backbone, name, settings, world_size=2)
+def test_a_value_head_on_the_backbone_sees_masks_and_has_gradients(settings):
+    run_distributed(_backbones, settings, world_size=2)
 
 
 def _refused():

@@ -8,8 +8,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -71,12 +69,6 @@ def refused(call):
 
 
 # ------------------------------------------------------------------------------------------------------------------ smp
-
-
-def test_it_runs_as_a_module(run_dir):
-    words = [sys.executable, "-m", "smp", "verify", "--quick", str(run_dir)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2 and done.stderr == ""
 
 
 @pytest.mark.smoke

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import threading
 
 import pytest
@@ -13,39 +14,18 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401  i
 import smp.cli
 from smp.checkpoint.remote import ASIDE
 from tests.clock import wait_until
+from tests.conformance.test_cli import call, run_dir  # noqa: F401  fixtures
 from tests.job import LLAMA, losses, run_job
 from tests.s3 import Fault, nth, proxy, s3, s3_port  # noqa: F401  fixtures
-
-FLAGS = ["--use_synthetic_data", 1, "--max_steps", 4, "--checkpoint_freq", 2, "--num_kept_checkpoints", 5]
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    """A run of two processes with checkpoints of steps 2 and 4 and a final model; never changed."""
-    root = tmp_path_factory.mktemp("urls") / "run"
-    run_job(*LLAMA, *FLAGS, "--output_dir", root, "--save_final_model", 1, world_size=2).succeeded()
-    return root
 
 
 @pytest.fixture
 def url(run_dir, s3):  # noqa: F811
     """The run's checkpoints in a bucket of this test's own, and one whose upload was interrupted."""
-    s3.client().put(f"{run_dir}/checkpoints/llama_v2-2steps", f"{s3.bucket}/run/llama_v2-2steps", recursive=True)
-    s3.client().put(f"{run_dir}/checkpoints/llama_v2-4steps", f"{s3.bucket}/run/llama_v2-4steps", recursive=True)
+    for name in ("llama_v2-2steps", "llama_v2-4steps"):
+        s3.put_folder(f"run/{name}", run_dir / "checkpoints" / name)
     s3.put("run/llama_v2-6steps/rank00000-000.safetensors", b"half")
     return f"{s3.url}/run"
-
-
-@pytest.fixture
-def call(capsys):
-    """Run the command in this process: (status, lines on stdout, lines on stderr)."""
-
-    def run(*words: object) -> tuple[int, list[str], list[str]]:
-        status = smp.cli.main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return status, out.splitlines(), err.splitlines()
-
-    return run
 
 
 def tensor_file(s3, step: int) -> str:  # noqa: F811
@@ -80,7 +60,7 @@ def test_damage_is_named_by_file(call, url, s3, how):  # noqa: F811
         s3.put(key, bytes(data))
         words = f"  {name} is not as it was written (its digest differs)"
     elif how == "gone":
-        s3.client().rm(f"{s3.bucket}/{key}")
+        s3.remove(key)
         words = f"  {name} is missing"
     elif how == "added":
         s3.put(f"{folder}/other.bin", b"x")
@@ -123,7 +103,7 @@ def test_inspect(call, url, run_dir, proxy):  # noqa: F811
     assert {r.key.rpartition("/")[2] for r in proxy.requests if r.kind == "get"} == {"manifest.json"}
 
 
-def test_diff(call, url, run_dir):
+def test_diff(call, url, run_dir):  # noqa: F811
     local = run_dir / "checkpoints" / "llama_v2-4steps"
     assert call("diff", "--values", f"{url}/llama_v2-4steps", local)[0] == 0
     assert call("diff", f"{url}/llama_v2-2steps", local)[0] == 1
@@ -183,6 +163,13 @@ def test_a_model_that_cannot_be_uploaded_is_kept(s3, proxy, tmp_path):  # noqa: 
     assert f"It is in {run}/final: copy it from there" in ended.output
     assert (run / "final" / "config.json").exists()
     assert "model/config.json" not in s3.keys("model")
+
+
+def test_a_bucket_that_does_not_exist_is_said_before_the_first_step(s3, tmp_path):  # noqa: F811
+    words = ["--use_synthetic_data", 1, "--max_steps", 1, "--checkpoint_dir", "s3://nobucket/run"]
+    ended = run_job(*LLAMA, *words, "--output_dir", tmp_path / "run")
+    assert ended.statuses == [2] and "Traceback" not in ended.output and not (tmp_path / "run").exists(), ended.output
+    assert re.search(r"s3://nobucket/run/.* bucket does not exist", ended.output), ended.output
 
 
 def test_a_model_that_is_killed_in_its_upload_is_no_model(call, url, s3, proxy):  # noqa: F811

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import smp.comm
 from tests.clock import HANG_SECONDS
 from tests.compat import compare, through
 from tests.distributed import run_distributed
@@ -269,18 +268,3 @@ def _names_and_limits():
 
 def test_names_and_limits():
     run_distributed(_names_and_limits, world_size=2, backend="smddp")
-
-
-def _again(folder: str):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for turn, backend in enumerate(("smddp", "cpu:smddp", "smddp")):
-        dist.destroy_process_group()
-        dist.init_process_group(backend, init_method=f"file://{folder}/{turn}", rank=rank, world_size=size)
-        smp.comm.reset_report()
-        assert total_in(dist.group.WORLD).sum() > 0
-        assert smp.comm.report().calls("all_reduce", "shared memory") == 1
-
-
-@pytest.mark.smoke
-def test_destroyed_and_made_again(tmp_path):
-    run_distributed(_again, str(tmp_path), world_size=2, backend="smddp")

@@ -117,10 +117,13 @@ def _start_again(folder: str, port: int) -> None:
     dist.destroy_process_group()
     for number in range(5):
         method = f"file://{folder}/store{number}" if number % 2 else f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("smddp", init_method=method, rank=rank, world_size=2)
+        backend = "smddp" if number % 2 else "cpu:smddp"
+        dist.init_process_group(backend, init_method=method, rank=rank, world_size=2)
+        smp.comm.reset_report()
         group = dist.new_group(backend="smddp")
         _works()
         _works(group)
+        assert smp.comm.report().calls("all_reduce", "shared memory") == 2
         with pytest.raises(RuntimeError, match="do not do the same"):
             dist.broadcast(torch.ones(1), rank)
         dist.destroy_process_group()

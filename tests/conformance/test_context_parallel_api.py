@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import BatchEncoding
 
 import smp
@@ -16,6 +15,7 @@ from smp.loss import shift_labels
 from smp.parallel.context.layout import split_columns
 from tests.distributed import run_distributed
 from tests.reference import LR, VOCABULARY, build_reference, global_batch, relative
+from tests.tensor_parallel import whole
 
 STEPS = 2
 LENGTH = 11  # four parts, of which the last has one token less
@@ -83,10 +83,6 @@ SHARDED = {
 SUMS = ("sum", "alone", "chunks")
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _script(expected, settings, how, name, kind, exchange):
     losses, gradients = expected
     mesh = smp.init(**settings)
@@ -107,7 +103,7 @@ def _script(expected, settings, how, name, kind, exchange):
             assert found.loss.item() == pytest.approx(loss.item(), rel=1e-6)
         loss.backward()
         for name, parameter in model.named_parameters():
-            gradient, reference = _whole(parameter.grad), gradients[step][name.removeprefix("_fsdp_wrapped_module.")]
+            gradient, reference = whole(parameter.grad), gradients[step][name.removeprefix("_fsdp_wrapped_module.")]
             assert relative(gradient - reference, reference) < 1e-9, (step, name)
         loss = loss.detach().clone()
         dist.all_reduce(loss, group=mesh.data_group)
@@ -150,7 +146,7 @@ def _mean_of_means(expected, how):
     for name, parameter in model.named_parameters():
         name = name.removeprefix("_fsdp_wrapped_module.")
         # transformers computes its loss in fp32.
-        assert relative(_whole(parameter.grad) - expected[name], expected[name]) < 1e-6, name
+        assert relative(whole(parameter.grad) - expected[name], expected[name]) < 1e-6, name
 
 
 @pytest.mark.parametrize("how", ["mean", "FSDP"])

@@ -30,18 +30,13 @@ def is_block(module):
 
 def _recomputation():
     rank = dist.get_rank()
-    plain = fsdp1.build().double()
-    sum(fsdp1.loss_of(plain, fsdp1.batch(0, r)) for r in range(2)).div(2).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    plain, wanted = fsdp1.build().double(), fsdp1.plain_gradients()
 
     def gradients(model):
         smp.comm.reset_report()
         fsdp1.loss_of(model, fsdp1.batch(0, rank)).backward()
         gathers = smp.comm.report().calls("all_gather")
-        found = {
-            name.replace("_checkpoint_wrapped_module.", ""): p.grad.full_tensor()
-            for name, p in model.named_parameters()
-        }
+        found = {n.replace("_checkpoint_wrapped_module.", ""): grad for n, grad in fsdp1.gradients(model).items()}
         assert fsdp1.worst(found, wanted) < 1e-12
         return gathers
 
@@ -76,20 +71,11 @@ def test_activation_checkpointing_composes():
 
 
 def _offload(folder):
-    rank = dist.get_rank()
-    plain = fsdp1.build().double()
-    sum(fsdp1.loss_of(plain, fsdp1.batch(0, r)) for r in range(2)).div(2).backward()
     model = FSDP(fsdp1.build().double(), auto_wrap_policy=fsdp1.by_block)
     smp.apply_activation_checkpointing(model, check_fn=is_block)
     smp.offload_wrapper(model, directory=str(folder))
-    fsdp1.loss_of(model, fsdp1.batch(0, rank)).backward()
-    assert (
-        fsdp1.worst(
-            {n: p.grad.full_tensor() for n, p in model.named_parameters()},
-            {n: p.grad for n, p in plain.named_parameters()},
-        )
-        < 1e-12
-    )
+    fsdp1.loss_of(model, fsdp1.batch(0, dist.get_rank())).backward()
+    assert fsdp1.worst(fsdp1.gradients(model), fsdp1.plain_gradients()) < 1e-12
     assert smp.clip_grad_norm_(model, 0.5) > 0
 
 
@@ -100,8 +86,7 @@ def test_activation_offloading_composes(tmp_path):
 
 def _fully_shard():
     rank = dist.get_rank()
-    plain = fsdp1.build(tied=True).double()
-    sum(fsdp1.loss_of(plain, fsdp1.batch(0, r)) for r in range(2)).div(2).backward()
+    wanted = fsdp1.plain_gradients(tied=True)
     for mesh in (None, init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))):
         model = fsdp1.build(tied=True).double()
         for layer in model.layers:
@@ -111,8 +96,7 @@ def _fully_shard():
         assert smp.fully_shard(model, mesh=mesh, mp_policy=policy) is model
         smp.comm.reset_report()
         fsdp1.loss_of(model, fsdp1.batch(0, rank)).backward()
-        found = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-        assert fsdp1.worst(found, {n: p.grad for n, p in plain.named_parameters()}) < 1e-12, "averaged"
+        assert fsdp1.worst(fsdp1.gradients(model), wanted) < 1e-12, "averaged"
         if mesh is None and dist.get_backend() == "smddp":
             assert smp.comm.report().calls("reduce_scatter", "shared buffer") == fsdp1.BLOCKS + 1
 
@@ -120,19 +104,6 @@ def _fully_shard():
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "smddp"])
 def test_fully_shard_is_torchs_with_our_collectives(backend):
     run_distributed(_fully_shard, world_size=2, backend=backend)
-
-
-def _shared_buffers():
-    model = wrapped()
-    smp.comm.reset_report()
-    fsdp1.loss_of(model, fsdp1.batch(0, dist.get_rank())).backward()
-    report = smp.comm.report()
-    assert report.calls("all_gather", "shared buffer") == 2 * fsdp1.BLOCKS + 1
-    assert report.calls("reduce_scatter", "shared buffer") == fsdp1.BLOCKS + 1
-
-
-def test_gathers_and_sums_go_through_shared_buffers():
-    run_distributed(_shared_buffers, world_size=2, backend="smddp")
 
 
 def _scaled():
@@ -160,15 +131,11 @@ def test_gradient_scalers_compose():
 
 
 def _compiled():
-    rank = dist.get_rank()
-    plain = fsdp1.build()
-    sum(fsdp1.loss_of(plain, fsdp1.batch(0, r)) for r in range(2)).div(2).backward()
     model = wrapped()
     compiled = torch.compile(model, backend="eager")
-    fsdp1.loss_of(compiled, fsdp1.batch(0, rank)).backward()
-    found = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-    assert fsdp1.worst(found, {n: p.grad for n, p in plain.named_parameters()}) < 1e-5
-    assert {k.removeprefix("_orig_mod.") for k in compiled.state_dict()} == plain.state_dict().keys()
+    fsdp1.loss_of(compiled, fsdp1.batch(0, dist.get_rank())).backward()
+    assert fsdp1.worst(fsdp1.gradients(model), fsdp1.plain_gradients(double=False)) < 1e-5
+    assert {k.removeprefix("_orig_mod.") for k in compiled.state_dict()} == fsdp1.build().state_dict().keys()
 
 
 @pytest.mark.slow

@@ -11,12 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import smp
 from smp import FSDP, DelayedParamIniter
+from smp.delayed_init import initialize_
 from smp.errors import UserError
 from smp.fsdp import meshes
 from smp.fsdp.units import unit_of
+from smp.models.init_rules import init_rules
 from tests import fsdp1
 from tests.distributed import run_distributed
 from tests.model_checks import in_double
@@ -164,20 +168,20 @@ def test_delayed_param_initer():
     run_distributed(_delayed_errors, world_size=2)
 
 
-def _transformers():
-    """A Llama of transformers, buffers and all on the meta device: the values of smp's own initialisation."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    from smp.delayed_init import initialize_
-    from smp.models.init_rules import init_rules
-
+def started():
+    """The configuration of a tied Llama, and the plain model as smp starts it with the seed 5."""
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         tie_word_embeddings=True,
     )  # fmt: skip
     plain = LlamaForCausalLM(config)
     initialize_(plain, init_rules(config, seed=5), seed=5)
+    return config, plain
+
+
+def _transformers():
+    """A Llama of transformers, buffers and all on the meta device: the values of smp's own initialisation."""
+    config, plain = started()
     model = on_meta(LlamaForCausalLM, config=config)
     assert model.model.rotary_emb.inv_freq.is_meta
     _, functions = delayed(model, seed=5)
@@ -203,7 +207,6 @@ def test_a_llama_on_the_meta_device_starts_as_smp_starts_it():
 
 def _seed_of_the_script():
     """Ranks may seed differently, as for dropout: replicas begin with the first rank's values."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     def seeded(seed, **own):
         torch.manual_seed(seed + dist.get_rank())
@@ -320,11 +323,9 @@ def _after_init(cases):
 
 def _trains_after_init():
     smp.init({"hybrid_shard_degree": 2, "shared_buffers": False})
-    model, plain = FSDP(fsdp1.build().double(), auto_wrap_policy=fsdp1.by_block), fsdp1.build().double()
+    model = FSDP(fsdp1.build().double(), auto_wrap_policy=fsdp1.by_block)
     fsdp1.loss_of(model, fsdp1.batch(0, dist.get_rank())).backward()
-    sum(fsdp1.loss_of(plain, fsdp1.batch(0, rank)) for rank in range(4)).div(4).backward()
-    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    assert fsdp1.worst(found, {name: p.grad for name, p in plain.named_parameters()}) < 1e-12
+    assert fsdp1.worst(fsdp1.gradients(model), fsdp1.plain_gradients(ranks=4)) < 1e-12
     assert smp.comm.report().calls("all_gather", "shared buffer") == 0, "as smp.init was told"
 
 
@@ -375,9 +376,6 @@ def _after_init_under_tp(cases):
 
 
 def _tensor_parallel(strategy):
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         attn_implementation="eager", use_cache=False,
@@ -414,18 +412,7 @@ def _tensor_parallel(strategy):
 
 def _tensor_parallel_on_meta():
     """SMP v2's order: on the meta device, transformed, filled as FSDP wraps it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    from smp.delayed_init import initialize_
-    from smp.models.init_rules import init_rules
-
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    plain = LlamaForCausalLM(config)
-    initialize_(plain, init_rules(config, seed=5), seed=5)
+    config, plain = started()
     smp.init({"tensor_parallel_degree": 2})
     model = smp.transform(on_meta(LlamaForCausalLM, config=config))
     initer, functions = delayed(model, seed=5)

@@ -95,6 +95,16 @@ def load(cls, model, optimizer, saved, kind=FULL) -> None:
             optimizer.load_state_dict(cls.optim_state_dict_to_load(model, optimizer, saved[1]))
 
 
+def read(model, optimizer, folder) -> dict:
+    """Read what ``torch.distributed.checkpoint`` has saved into a model and an optimizer without a state."""
+    with FSDP.state_dict_type(model, SHARDED):
+        target = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(target, checkpoint_id=str(folder))
+        model.load_state_dict(target["model"])
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, target["optim"]))
+    return target
+
+
 def _whole_states(folder):
     """Rank 0 saves; a plain model, torch's FSDP1 and ours go on from the file, and the reverse."""
     rank = dist.get_rank()
@@ -166,11 +176,7 @@ def _sharded_states(folder, strategy):
     assert steps(again, optimizer_again, 2, 3) == wanted, "bit for bit"
 
     fresh, optimizer_fresh = make(FSDP, seed=8, strategy=strategy)  # without a state to read into
-    with FSDP.state_dict_type(fresh, SHARDED):
-        target = {"model": fresh.state_dict(), "optim": get_optimizer_state_dict(fresh, optimizer_fresh)}
-        dcp.load(target, checkpoint_id=str(folder / "dcp"))
-        fresh.load_state_dict(target["model"])
-        optimizer_fresh.load_state_dict(FSDP.optim_state_dict_to_load(fresh, optimizer_fresh, target["optim"]))
+    read(fresh, optimizer_fresh, folder / "dcp")
     assert steps(fresh, optimizer_fresh, 2, 3) == wanted, "bit for bit"
 
     # On other ranks: what dcp saved, read by a plain model's names into whole tensors.
@@ -354,11 +360,7 @@ def _fsdp1_dcp(folder: pathlib.Path, strategy: str):
     wanted = steps(old, optimizer_old, 2, 3)
 
     model, optimizer = make(FSDP, seed=7, strategy=strategy)
-    with FSDP.state_dict_type(model, SHARDED):
-        target = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(target, checkpoint_id=str(folder))
-        model.load_state_dict(target["model"])
-        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, target["optim"]))
+    read(model, optimizer, folder)
     for a, b in zip(steps(model, optimizer, 2, 3), wanted, strict=True):
         assert abs(a - b) <= 1e-9
 
@@ -400,18 +402,14 @@ def _one_group(folder: pathlib.Path):
         model, optimizer = make(FSDP, seed=7)
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
-        with FSDP.state_dict_type(model, SHARDED):
-            target = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-            dcp.load(target, checkpoint_id=str(folder))
-            model.load_state_dict(target["model"])
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, target["optim"]))
+        saved = read(model, optimizer, folder)
         assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(3e-3, d) for d in decays]
         losses = steps(model, optimizer, 2, 3)
         difference = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
         assert difference <= 1e-9 if decays[0] == decays[1] else difference > 1e-9
     optimizer.param_groups[0]["lr"] = 1.0
     with pytest.raises(UserError, match="2 parameter groups are not the 2 saved ones, and their lr differs: make"):
-        FSDP.optim_state_dict_to_load(model, optimizer, target["optim"])
+        FSDP.optim_state_dict_to_load(model, optimizer, saved["optim"])
 
 
 def test_the_groups_of_flat_parameters_are_taken_by_name(tmp_path):

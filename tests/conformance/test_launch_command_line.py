@@ -1,8 +1,6 @@
 """What ``smp launch`` makes of its own flags, the training job's and its ``--config`` file, in every target."""
 
 import argparse
-import contextlib
-import io
 import pathlib
 import re
 import shlex
@@ -11,27 +9,18 @@ import pytest
 import yaml
 
 from smp.cli import launch
-from smp.cli import main as smp
 from smp.errors import ConfigError
 from smp.launch import kubernetes, script
 from smp.launch.command_line import check_arguments, comment, value_of
+from tests.conformance.test_launch_scripts import CPU, says
 
 ROOT = pathlib.Path(__file__).parents[2]
-CPU = ["--gpus_per_node", "0", "--processes_per_node", "2"]
 HERE = [*CPU, "--workdir", ROOT]
 POD = ["kubernetes", "--image", "r/smp:1", "--claim", "data"]
 TINY = ["--model", "llama_tiny", "--use_synthetic_data", "1"]
 ENROOT = ["--container", "enroot"]
 DOCKER = ["--container", "docker"]
 IN_DOCKER = [*HERE, *DOCKER, "--image", "smp", "--mount", "/data:/d"]
-
-
-def says(*words):
-    """The exit status, and what went to standard output and error."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = smp(["launch", *map(str, words)])
-    return status, out.getvalue(), err.getvalue()
 
 
 def written(*words):
@@ -139,6 +128,34 @@ def test_restarts_of_all_pods_are_counted_together():
 
 FINAL = ["--save_final_model", "1", "--model_dir"]
 REFUSED = {
+    "no separator": (["slurm", "--model", "llama7b", "x"], "'x' is no flag of `smp launch slurm`"),
+    "unknown flag": (["slurm", "--nodez", "2"], "unrecognized arguments: --nodez"),
+    "nodes": (["slurm", "--nodes", "0"], "--nodes must be at least 1, got 0"),
+    "processes": (["slurm", "--processes_per_node", "4"], "4 processes for 8 GPU(s) of each node"),
+    "no processes": (["slurm", "--gpus_per_node", "0"], "say with --processes_per_node"),
+    "memory": (["slurm", "--gpu_memory_gib", "nan"], "--gpu_memory_gib must be above 0"),
+    "line break": (["slurm", "--", "--name", "a\nb"], "--name 'a\\nb' contains a line break"),
+    "line break in a path": (["slurm", "--workdir", "a\nb"], "--workdir 'a\\nb' contains a line break"),
+    "directive": (["slurm", "--partition", "a b"], "--partition 'a b' is not allowed"),
+    "time": (["slurm", "--time", "1h"], "--time '1h' is not allowed: give minutes[:seconds], hours:minutes:seconds, "),
+    "directive's line": (["slurm", "--job_name", "a\n#SBATCH"], "--job_name 'a\\n#SBATCH' is not allowed"),
+    "secret": (["slurm", "--", "--hf_access_token", "hf_abcdefghijklmnopqrst"], "looks like a secret"),
+    "secret in a URL": (["slurm", "--", "--training_dir", "s3://me:pass@host/x"], "--training_dir looks like a secret"),
+    "two environments": (["slurm", "--venv", "a", "--conda", "b"], "--venv and --conda both say where Python is"),
+    "image alone": (["slurm", "--image", "a"], "--image and --container belong together"),
+    "container alone": (["slurm", "--container", "docker"], "--image and --container belong together"),
+    "mount": (["slurm", "--mount", "a:b"], "--mount has a meaning only with --image"),
+    "mount of one": (["slurm", "--mount", "a", "--image", "a", "--container", "docker"], "--mount a is not allowed"),
+    "claim": (["kubernetes", "--image", "x"], "the following arguments are required: --claim"),
+    "name": (
+        ["kubernetes", "--image", "x", "--claim", "Data", *CPU, "--script", "x.py"],
+        "--claim 'Data' is not allowed: give at most 63",
+    ),
+    "resource": (["kubernetes", "--image", "x", "--claim", "d", "--resource", "cpu"], "--resource cpu is not allowed"),
+    "size": (["kubernetes", "--image", "x", "--claim", "d", "--shared_memory", "big"], "--shared_memory 'big'"),
+    "hosts": (["hostfile", "--hosts", "/nowhere"], "--hosts /nowhere cannot be read (No such file"),
+    "enroot over ssh": (["hostfile", "--hosts", "x", "--image", "a", "--container", "enroot"], "Slurm's pyxis"),
+    "target": (["lsf"], "invalid choice: 'lsf'"),
     "run and output": (["local", "--run", "--output", "F"], "--run writes no script, and --output F asks for one"),
     "slots": (
         ["hostfile", "--hosts", "HOSTS", "--gpus_per_node", "2"],

@@ -345,6 +345,7 @@ def test_a_host_without_loopback_is_said(capsys, monkeypatch):
         (["--nnodes", "2", "--node_rank", "2", "--master_addr", "a", "--master_port", "1"], "must be below --nnodes 2"),
         (["--nnodes", "2", "--master_addr", "a", "--master_port", "1", "--max_restarts", "1"], "for jobs on one host"),
         (["--node_rank", "-1"], "--node_rank must be at least 0"),
+        (["--nproc_per_node", "0"], "--nproc_per_node must be at least 1"),
     ],
 )
 def test_the_launchers_words(words, text, capsys):

@@ -9,17 +9,19 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 
 import pytest
 
+from smp.train.__main__ import command
+from tests.examples import torchrun_environment
 from tests.job import LLAMA, read_metrics
+from tests.ports import free_port
 
-ONE = [
-    sys.executable, "-m", "smp.train", *LLAMA,
-    "--use_synthetic_data", "1", "--train_batch_size", "2", "--validation_freq", "3", "--validation_batches", "1",
-    "--val_batch_size", "2", "--logging_freq", "2", "--lr", "1e-3",
+WORDS = [
+    *LLAMA, "--use_synthetic_data", "1", "--train_batch_size", "2", "--validation_freq", "3", "--validation_batches",
+    "1", "--val_batch_size", "2", "--logging_freq", "2", "--lr", "1e-3",
 ]  # fmt: skip
-TWO = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2", *ONE[1:]]
 SMP_LINE = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[metrics\.py:\d+\] Batch \d+ Loss: [\d.]+, Speed: [\d.]+ samples/sec, "
     r"Model TFLOPS/GPU: ([\d.]+), lr: [\d.]+, gradnorm: [\d.]+, Tokens/sec: \d+, Memory: [\d.]+ GiB, "
@@ -27,15 +29,37 @@ SMP_LINE = re.compile(
 )
 
 
-def on_terminal(command: list[str], *, interrupt_at: bytes | None = None) -> tuple[int, str]:
-    """Run in a terminal of 100 columns; returns the exit status and what was written to it.
+def become_the_job(words: list[str], ranks: int = 1) -> None:
+    """Go on as the command ``smp.train`` of so many ranks, which does not return, with what this process imported."""
+    port, others = free_port(), []
+    for rank in reversed(range(ranks)):
+        child = os.fork() if rank else 0
+        if child == 0:
+            break
+        others.append(child)
+    if ranks > 1:
+        os.environ.update(torchrun_environment(rank, ranks, port))
+    sys.argv, sys.stdout, sys.stderr = ["train", *words], os.fdopen(1, "w"), os.fdopen(2, "w")
+    status = 1
+    try:
+        status = command()
+        sys.stdout.flush()
+        for child in others:
+            os.waitpid(child, 0)
+    finally:
+        os._exit(status)
+
+
+def on_terminal(act: Callable[[], None], *, interrupt_at: bytes | None = None) -> tuple[int, str]:
+    """Act in a terminal of 100 columns; returns the exit status and what was written to it.
 
     Args:
+        act: does not return.
         interrupt_at: press Ctrl-C once this has appeared.
     """
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execvp(command[0], command)
+        act()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     written = b""
     while True:
@@ -77,7 +101,8 @@ def messages(lines: list[str]) -> list[str]:
 @pytest.mark.full
 def test_a_terminal_shows_a_bar_below_a_few_lines(tmp_path):
     run = tmp_path / "run"
-    status, written = on_terminal([*TWO, "--max_steps", "6", "--output_dir", str(run)])
+    words = [*WORDS, "--max_steps", "6", "--output_dir", str(run)]
+    status, written = on_terminal(lambda: become_the_job(words, ranks=2))
     lines = screen(written)
     assert status == 0, written
     bars = [line for line in lines if line.startswith("Training ")]
@@ -103,13 +128,20 @@ def test_a_terminal_shows_a_bar_below_a_few_lines(tmp_path):
 
 @pytest.mark.full
 def test_a_pipe_gets_smp_v2_lines_and_asked_for_tables(tmp_path):
-    command = [*ONE, "--max_steps", "4", "--output_dir", str(tmp_path / "run"), "--comm_report", "1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(SMP_LINE.findall(done.stdout)) == 2 and "Training" not in done.stdout + done.stderr
-    assert all(float(number) > 0 for number in SMP_LINE.findall(done.stdout))
-    assert "\r" not in done.stdout + done.stderr and "\x1b" not in done.stdout + done.stderr
-    assert done.stdout.count("Collectives of this rank:") == 1
+    words = [*WORDS, "--max_steps", "4", "--output_dir", str(tmp_path / "run"), "--comm_report", "1"]
+    with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            become_the_job(words)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
+    assert status == 0, err
+    assert len(SMP_LINE.findall(out)) == 2 and "Training" not in out + err
+    assert all(float(number) > 0 for number in SMP_LINE.findall(out))
+    assert "\r" not in out + err and "\x1b" not in out + err
+    assert out.count("Collectives of this rank:") == 1
     line = read_metrics(tmp_path / "run")[-1]
     assert line["processed_tokens_per_sec"] * 15 / 16 == pytest.approx(line["tokens_per_sec"])
 
@@ -119,8 +151,8 @@ def test_a_job_whose_output_nobody_reads_goes_on(tmp_path):
     """Without a word of what it could not print."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [*ONE, "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "smp.train", *WORDS, "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert done.returncode == 0 and re.fullmatch(r"smp \S+: loading torch\n", done.stderr), done.stderr
     assert read_metrics(tmp_path / "run")[-1]["step"] == 2
@@ -128,8 +160,9 @@ def test_a_job_whose_output_nobody_reads_goes_on(tmp_path):
 
 @pytest.mark.full
 def test_ctrl_c_leaves_the_bar_above_what_follows(tmp_path):
-    command = [*TWO, "--max_steps", "100000", "--output_dir", str(tmp_path / "run")]
-    status, written = on_terminal(command, interrupt_at=b" 3/100000 [")
+    launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2", "-m", "smp.train"]
+    words = [*launcher, *WORDS, "--max_steps", "100000", "--output_dir", str(tmp_path / "run")]
+    status, written = on_terminal(lambda: os.execvp(words[0], words), interrupt_at=b" 3/100000 [")
     lines = screen(written)
     assert status == 130, written
     bar = next(line for line in lines if line.startswith("Training "))

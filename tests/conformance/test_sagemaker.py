@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import inspect
 import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -145,61 +145,47 @@ CALLED = {
     "scheduler=0, extra_imports={})",
 }
 
-WALK = """
-import smp.sagemaker
-import importlib, inspect, json, sys
-import smp
 
-def names(table):
-    return [(module, name) for module, text in table.items() for name in text.split()]
-
-def outcome(statement):
-    scope = {}
+def outcome(statement: str) -> str | list[str]:
+    """What a statement of a script does."""
     try:
-        exec(statement, scope)
+        exec(statement, {})
         return "works"
-    except smp.UserError as error:
+    except UserError as error:
         return [kind.__name__ for kind in (ImportError, AttributeError) if isinstance(error, kind)] + [str(error)]
 
-found = {}
-for module, name in [pair for table in json.loads(sys.argv[1]) for pair in names(table)]:
-    where = importlib.import_module(module)
-    found[f"{module}.{name}"] = {
-        "from": outcome(f"from {module} import {name}"),
-        "import": outcome(f"import {module}.{name}") if name in ("nothing", "modelparallel") else None,
-        "attribute": outcome(f"import {module}; {module}.{name}"),
-        "hasattr": hasattr(where, name),
-        "getattr": getattr(where, name, None) is not None,
-    }
-for dotted, arguments in json.loads(sys.argv[2]).items():
-    module, _, name = dotted.rpartition(".")
-    function = getattr(importlib.import_module(module), name)
-    eval(f"inspect.signature(function).bind{arguments}")
-import importlib.util, torch
-assert importlib.util.find_spec("torch.sagemaker") and importlib.util.find_spec("smdistributed")  # as others ask
-assert torch.sagemaker.transform is smp.sagemaker.transform
-import smp.sagemaker  # again
-import smdistributed.dataparallel.torch.torch_smddp
-print(json.dumps(found))
-"""
 
-
-def script(text: str, *arguments: str, folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "script.py", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+def _walk(file: pathlib.Path) -> None:
+    """In a process of its own: it changes torch's names."""
+    importlib.import_module("smp.sagemaker")
+    result = {}
+    for module, names in ((m, n) for table in (USED, REFUSED, UNKNOWN) for m, n in table.items()):
+        where = importlib.import_module(module)
+        for name in names.split():
+            result[f"{module}.{name}"] = {
+                "from": outcome(f"from {module} import {name}"),
+                "import": outcome(f"import {module}.{name}") if name in ("nothing", "modelparallel") else None,
+                "attribute": outcome(f"import {module}; {module}.{name}"),
+                "hasattr": hasattr(where, name),
+                "getattr": getattr(where, name, None) is not None,
+            }
+    for dotted, given in CALLED.items():
+        signature = inspect.signature(found(dotted))  # noqa: F841
+        eval(f"signature.bind{given}")
+    assert importlib.util.find_spec("torch.sagemaker") and importlib.util.find_spec("smdistributed")  # as others ask
+    assert torch.sagemaker.transform is smp.sagemaker.transform
+    importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
+    file.write_text(json.dumps(result))
 
 
 def test_every_name_of_awss_scripts_works_or_is_refused_as_python_expects(tmp_path):
-    done = script(WALK, json.dumps([USED, REFUSED, UNKNOWN]), json.dumps(CALLED), folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    run_distributed(_walk, tmp_path / "found.json", world_size=1)
+    result_of = json.loads((tmp_path / "found.json").read_text())
     page, notes = make_tables.names_page(), {row.original: row.note for row in NAMES}
     for module, names in USED.items():
         for name in names.split():
             assert f"`{module}.{name}`" in page
-            assert found[f"{module}.{name}"] == {
+            assert result_of[f"{module}.{name}"] == {
                 "from": "works", "import": None, "attribute": "works", "hasattr": True, "getattr": True,
             }  # fmt: skip
     for table in (REFUSED, UNKNOWN):
@@ -207,7 +193,7 @@ def test_every_name_of_awss_scripts_works_or_is_refused_as_python_expects(tmp_pa
             note = notes.get(dotted, "docs/smp_v2_names.md lists what replaces it")
             sentence = f"{dotted} is not here: {note}"
             assert (f"`{dotted}`" in page) == (dotted in notes) and (dotted in notes or dotted.endswith("nothing"))
-            result = found[dotted]
+            result = result_of[dotted]
             assert result["from"] == ["ImportError", sentence]
             assert result["import"] in (None, ["ImportError", sentence])
             assert result["attribute"] == ["AttributeError", sentence]
@@ -331,63 +317,28 @@ def _wrapped():
 
 
 def _train_save_and_resume(folder: pathlib.Path) -> None:
+    """By its own utility; with torch's functions: see ``test_smp_v2_script.py``."""
     import torch.sagemaker as tsm
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.fsdp import FullStateDictConfig, StateDictType
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-    from torch.distributed.fsdp.api import ShardedOptimStateDictConfig
     from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as TorchFSDP
     from torch.sagemaker.distributed.fsdp import checkpoint as util
 
     tsm.init({"hybrid_shard_degree": 0})
-    kind, path, other = StateDictType.SHARDED_STATE_DICT, str(folder / "2steps"), str(folder / "util-2steps")
+    kind, path = StateDictType.SHARDED_STATE_DICT, str(folder / "2steps")
     model, optimizer, scheduler = _wrapped()
     _loop(model, optimizer, scheduler, range(2))
-    with FSDP.state_dict_type(model, kind):
-        state = {
-            "model": model.state_dict(),
-            "optimizer": FSDP.optim_state_dict(model, optimizer),
-            "scheduler": scheduler.state_dict(),
-            "total_steps": 2,
-        }
     group = model.process_group
-    checkpoint.save_state_dict(
-        state_dict=state,
-        storage_writer=checkpoint.FileSystemWriter(path),
-        planner=checkpoint.DefaultSavePlanner(),
-        process_group=group,
-        coordinator_rank=0,
-    )
     saved = {"total_steps": 2, "resume_from_sequence_number": 8}
     rest = {"optimizer": optimizer, "scheduler": scheduler, "log": dist.get_rank() == 0}
-    util.save_model_checkpoint(model, kind, other, "full_shard", (group, 0, True), **rest, extra_exports=saved)
+    util.save_model_checkpoint(model, kind, path, "full_shard", (group, 0, True), **rest, extra_exports=saved)
     expected = _loop(model, optimizer, scheduler, range(2, 4))
-
-    model, optimizer, scheduler = _wrapped()
-    with FSDP.state_dict_type(model, kind, optim_state_dict_config=ShardedOptimStateDictConfig(offload_to_cpu=True)):
-        state = {"model": model.state_dict(), "scheduler": scheduler.state_dict(), "total_steps": 0}
-        checkpoint.load_state_dict(
-            state_dict=state, storage_reader=checkpoint.FileSystemReader(path), process_group=group, coordinator_rank=0
-        )
-        model.load_state_dict(state["model"])
-        scheduler.load_state_dict(state["scheduler"])
-        found = load_sharded_optimizer_state_dict(
-            model_state_dict=state["model"],
-            optimizer_key="optimizer",
-            storage_reader=checkpoint.FileSystemReader(path),
-            process_group=group,
-        )
-        ready = FSDP.optim_state_dict_to_load(model=model, optim=optimizer, optim_state_dict=found["optimizer"])
-        optimizer.load_state_dict(ready)
-    assert state["total_steps"] == 2
-    assert _loop(model, optimizer, scheduler, range(2, 4)) == expected
 
     model, optimizer, scheduler = _wrapped()
     rest = {"optimizer": optimizer, "scheduler": scheduler, "log": False}
     loaded = util.load_model_checkpoint(
-        model, kind, other, "full_shard", (group, 0, True), **rest, extra_imports=dict.fromkeys(saved, 0)
+        model, kind, path, "full_shard", (group, 0, True), **rest, extra_imports=dict.fromkeys(saved, 0)
     )
     assert loaded[util.EXPORT_KEY_IDENTITY] == {"epoch": 0, **saved} and loaded[util.EXPORT_KEY_MODEL] is model
     assert loaded[util.EXPORT_KEY_OPTIMIZER] is optimizer and loaded[util.EXPORT_KEY_SCHEDULER] is scheduler

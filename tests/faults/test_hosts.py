@@ -39,17 +39,8 @@ from tests.job import LLAMA, RunningJob, losses, read_metrics
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 HYBRID = ["--sharding_strategy", "hybrid_shard", "--hybrid_shard_degree", 2]
-JOB = [
-    *LLAMA,
-    "--use_synthetic_data",
-    1,
-    "--lr_decay_iters",
-    20,
-    "--global_batch_size",
-    8,
-    "--distributed_timeout",
-    HANG_SECONDS / 2,
-]
+JOB = [*LLAMA, "--use_synthetic_data", 1, "--lr_decay_iters", 20, "--global_batch_size", 8]
+JOB += ["--distributed_timeout", HANG_SECONDS / 2]
 PORT = 29400
 STEPS = 10
 
@@ -130,18 +121,8 @@ def by_step(run: pathlib.Path) -> dict[int, float]:
 def undisturbed(hosts, tmp_path_factory):
     """A run of two hosts with two ranks each that nothing happens to."""
     root = tmp_path_factory.mktemp("hosts")
-    words = [
-        *JOB,
-        *HYBRID,
-        "--max_steps",
-        STEPS,
-        "--checkpoint_freq",
-        4,
-        "--comm_report",
-        1,
-        "--output_dir",
-        root / "run",
-    ]
+    words = [*JOB, *HYBRID, "--max_steps", STEPS, "--checkpoint_freq", 4, "--comm_report", 1]
+    words += ["--output_dir", root / "run"]
     finished(hosts, [2, 2], *words, output=root / "output")
     return root / "run"
 

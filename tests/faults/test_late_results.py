@@ -19,9 +19,8 @@ from tests.distributed import run_distributed
 from tests.faults.disk import fail
 from tests.faults.jobs import JOB, checkpoints, last_step, stopped_in_forward, writes_end_first
 from tests.faults.test_nonfinite import broken_loss, record
-from tests.job import losses, read_metrics, run_job
+from tests.job import assert_same_tensors, losses, read_metrics, run_job, tensors
 from tests.reference import build_reference, setup_of
-from tests.resume.test_train import tensors
 
 SKIP = ["--nonfinite", "skip"]
 
@@ -43,8 +42,7 @@ def same(run, other, step: int) -> None:
         for lines in (read_metrics(run), read_metrics(other))
     ]
     assert timeless[0] == timeless[1]
-    first, second = tensors(run, step), tensors(other, step)
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert_same_tensors(tensors(run, step), tensors(other, step))
     assert progress(run, step) == progress(other, step)
 
 

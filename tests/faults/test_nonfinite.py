@@ -13,8 +13,7 @@ from smp.parallel.grad_norm import clip_grad_norm_
 from smp.train import start
 from smp.train import step as one_step
 from tests.faults.jobs import JOB, checkpoints
-from tests.job import LLAMA, read_metrics, run_job
-from tests.resume.test_train import tensors
+from tests.job import LLAMA, read_metrics, run_job, tensors
 
 LAYOUTS = {
     "full": ["--sharding_strategy", "full_shard"],

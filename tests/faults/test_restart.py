@@ -84,6 +84,7 @@ def test_the_local_launcher_restarts_what_crashed(attempts, restarts, status, st
     assert process.returncode == status, err
     expected = [f"rank {rank} attempt {attempt}" for attempt in range(started) for rank in range(2)]
     assert sorted(out.splitlines()) == sorted(expected) and err.count("launcher: ") == started - 1, (out, err)
+    assert "Traceback" not in err and "FAILED" not in err, err
 
 
 def test_the_local_launcher_hands_a_request_to_stop_on_and_waits(tmp_path):

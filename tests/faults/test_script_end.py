@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 
@@ -78,29 +79,70 @@ main()
 """
 
 
-def run(tmp_path, how: str, place: str | None = None) -> tuple[list[int], str]:
-    """Run the script on two ranks; returns their exit status, and what they wrote to standard error."""
-    script, port = tmp_path / "script.py", free_port()
-    script.write_text(SCRIPT)
-    words = [sys.executable, "-W", "ignore", str(script), how, place or str(tmp_path / "run"), str(tmp_path / "here")]
+# Has imported what every script would import, each for itself, and forks an interpreter for each script: it reads the
+# words, the environment and the file of standard error of each of some processes, and prints their pids, then how they
+# have ended.
+FORKS = """
+import json, os, sys
+import torch._dynamo, torch.distributed
+import smp
+smp.FSDP, smp.Checkpointer
+
+def begins():
+    for line in sys.stdin:
+        pids = []
+        for words, environment, errors in json.loads(line):
+            pids.append(os.fork())
+            if not pids[-1]:
+                os.environ.update(environment)
+                os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+                sys.argv = words
+                return True
+        print(json.dumps(pids), flush=True)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+
+if begins():
+    with open(sys.argv[0]) as file:
+        script = compile(file.read(), sys.argv[0], "exec")
+    exec(script)
+"""
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """The process that runs ``FORKS``."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
-    ranks = [
-        subprocess.Popen(
-            words,
-            env={**environment, **torchrun_environment(rank, 2, port)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    end = time.monotonic() + HANG_SECONDS
-    for process in ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, end - time.monotonic()))
-    for process in ranks:
-        process.send_signal(signal.SIGABRT)  # a rank that hangs tells where
-    told = [f"rank {rank}:\n{process.communicate()[1]}" for rank, process in enumerate(ranks)]
-    return [process.returncode for process in ranks], "\n".join(told)
+    command, pipe = [sys.executable, "-W", "ignore", "-c", FORKS], subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run(forks, tmp_path):
+    """Run the script on two ranks; returns their exit status, and what they wrote to standard error."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def start(how: str, place: str | None = None) -> tuple[list[int], str]:
+        port, told = free_port(), [tmp_path / f"{how}{rank}" for rank in range(2)]
+        words = [str(script), how, place or str(tmp_path / "run"), str(tmp_path / "here")]
+        ranks = [[words, torchrun_environment(rank, 2, port), str(told[rank])] for rank in range(2)]
+        print(json.dumps(ranks), file=forks.stdin, flush=True)
+        pids = json.loads(forks.stdout.readline())
+
+        def abort() -> None:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)  # a rank that hangs tells where
+
+        hangs = threading.Timer(HANG_SECONDS, abort)
+        hangs.start()
+        statuses = json.loads(forks.stdout.readline())
+        hangs.cancel()
+        return statuses, "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in enumerate(told))
+
+    return start
 
 
 @pytest.mark.parametrize(
@@ -112,8 +154,8 @@ def run(tmp_path, how: str, place: str | None = None) -> tuple[list[int], str]:
         ("fails", [1, 1]),
     ],
 )
-def test_the_last_checkpoint_is_published(tmp_path, how, status):
-    found, told = run(tmp_path, how)
+def test_the_last_checkpoint_is_published(run, tmp_path, how, status):
+    found, told = run(how)
     assert found == status, told
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"model-4steps", "latest"}, told
     assert quick_problem(tmp_path / "run" / "model-4steps") is None
@@ -137,23 +179,23 @@ def test_what_a_rank_has_written_is_listed_at_once(tmp_path, monkeypatch):
     await_parts(tmp_path, [0])
 
 
-def test_what_a_lost_rank_has_not_written_is_told(tmp_path):
-    found, told = run(tmp_path, "dies")
+def test_what_a_lost_rank_has_not_written_is_told(run, tmp_path):
+    found, told = run("dies")
     assert found == [0, -signal.SIGKILL], told
     run_folder = tmp_path / "run"
     sentence = f"rank 0: checkpoint {run_folder}/model-4steps was not published as the script ended: rank 1 has not"
     assert sentence in told and "Traceback" not in told
     assert not (run_folder / "model-4steps").exists()
 
-    found, told = run(tmp_path, "disk")
+    found, told = run("disk")
     assert found == [0, 0], told
     assert f"rank 1: checkpoint {run_folder}/model-4steps was not published as the script ended: " in told
     assert "No space left on device" in told and sentence in told
 
 
-def test_uploads_get_there(tmp_path):
+def test_uploads_get_there(run, tmp_path):
     there = tmp_path / "there"
-    found, told = run(tmp_path, "uploads", f"file://{there}")
+    found, told = run("uploads", f"file://{there}")
     assert found == [0, 0], told
     assert quick_problem(there / "model-4steps") is None, told
     assert [path.name for path in sorted(there.glob("model-*steps"))] == ["model-4steps"], "as finish() keeps"

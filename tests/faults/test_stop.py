@@ -7,7 +7,6 @@ import signal
 import time
 
 import pytest
-import torch
 
 from smp.faults import stop
 from smp.faults.stop import StopRequest
@@ -15,8 +14,7 @@ from smp.runtime import Launch, end_with_launcher
 from tests.clock import HANG_SECONDS, SharedClock, wait_until
 from tests.faults.jobs import HEARD, JOB, LONG, checkpoints, last_step, slowly, stopped_in_forward, wrapped
 from tests.faults.test_lost_ranks import data_workers
-from tests.job import losses, run_job, running_job
-from tests.resume.test_train import tensors
+from tests.job import assert_same_tensors, losses, run_job, running_job, tensors
 
 DROPOUT = ["--attn_pdrop", 0.2]
 
@@ -63,8 +61,7 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path):
     assert last_step(parts) == 5
     run_job(*resume, world_size=2).succeeded()
     assert losses(parts) == losses(whole) and len(losses(whole)) == 12
-    expected, got = tensors(whole, 12), tensors(parts, 12)
-    assert expected.keys() == got.keys() and all(torch.equal(expected[key], got[key]) for key in expected)
+    assert_same_tensors(tensors(parts, 12), tensors(whole, 12))
 
 
 SLOW = pytest.mark.slow

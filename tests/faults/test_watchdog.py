@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch.distributed as dist
@@ -328,29 +327,3 @@ def test_each_batch_of_a_validation_has_the_time_of_a_phase(tmp_path):
     forwards = [line.split() for line in seen.read_text().splitlines()]
     assert [phase for phase, _ in forwards] == ["validation"] * 10 + ["forward"] + ["validation"] * 10
     assert len({count for _, count in forwards}) == 21
-
-
-PARENT = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
-print(child.pid, flush=True)
-time.sleep(3600)
-"""
-CHILD = """
-import os, time
-from smp.runtime import Launch, end_with_launcher
-os.environ["TORCHELASTIC_RUN_ID"] = "none"
-end_with_launcher(Launch())
-print("watches", flush=True)
-time.sleep(3600)
-"""
-
-
-def test_a_worker_ends_when_its_launcher_is_killed():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert parent.stdout.readline() == "watches\n"
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not os.path.exists(f"/proc/{pid}") or process_state(pid) == "its process has ended")

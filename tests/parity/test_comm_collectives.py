@@ -206,10 +206,7 @@ def _traffic(seed: int, steps: int) -> None:
     traffic.finish()
 
 
-@pytest.mark.parametrize(
-    "world_size, prepare",
-    [pytest.param(4, None, marks=pytest.mark.full), (3, kernel_on_odd)],
-)
+@pytest.mark.parametrize("world_size, prepare", [pytest.param(4, None, marks=pytest.mark.full), (3, kernel_on_odd)])
 def test_traffic(scratch, world_size, prepare):
     scratch(SMALL)
     run_distributed(_traffic, world_size, 300, world_size=world_size, backend="smddp", prepare=prepare)

@@ -106,7 +106,6 @@ def _held_by_one():
 
 @pytest.mark.full
 def test_a_buffer_that_one_rank_holds_is_not_reused():
-    run_distributed(_held_by_one, world_size=2, backend="smddp")
     run_distributed(_held_by_one, world_size=3, backend="smddp")
 
 

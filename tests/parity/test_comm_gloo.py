@@ -34,7 +34,7 @@ def _check(sizes):
             assert torch.equal(result, total), (size, dtype)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_bits(world_size):
     run_distributed(_check, [0, 1, 1023, 300_001], world_size=world_size)
 

@@ -23,16 +23,16 @@ from smp.comm.arena import Mismatch
 from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.comm.fsdp import SharedAllGather, use_shared_buffers
 from tests import netns
+from tests.comm_calls import check
+from tests.comm_cases import MOVERS, REDUCERS, Case, covering_cases
 from tests.distributed import run_distributed, run_ranks, signal_others, wait_for
 
 # The host of each rank.
 LAYOUTS = {"2x2": "aabb", "2x2 in turns": "abab", "3x1": "abc", "2x3": "aaabbb", "3x2": "aabbcc"}
 SMALL_SLOTS = str(4 * 4096)  # SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES: many chunks of little data
 
-# Elements: none, one, around what each rank carries for all of its host, what comes with a meeting (64 KiB), messages.
-SIZES = (0, 1, 63, 1023, 1025, 9001, 20_011)
-UNEVEN = ((5, 0, 2000, 1, 3, 1), (3, 20_001, 0, 4100, 9, 17_000), (1, 2, 3, 4, 5, 6), (0, 0, 0, 0, 0, 5000))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
+# Elements: one, around what each rank carries for all of its host, what comes with a meeting (64 KiB), messages.
+SIZES = (1, 1023, 1025, 9001, 20_011)
 
 
 def on_hosts(layout: str, environments: dict[str, dict[str, str]], rank: int) -> None:
@@ -52,12 +52,9 @@ def host_ranks(layout: str) -> list[list[int]]:
     return [[r for r, host in enumerate(layout) if host == name] for name in dict.fromkeys(layout)]
 
 
-def values(rank: int, numel: int, dtype: torch.dtype, *, whole: bool = False) -> torch.Tensor:
-    """What a rank gives. Whole numbers are added exactly in any order."""
-    generator = torch.Generator().manual_seed(1000 * numel + rank)
-    if dtype.is_floating_point and not whole:
-        return torch.randn(numel, generator=generator).to(dtype)
-    return torch.randint(0, 2 if dtype == torch.bool else 8, (numel,), generator=generator).to(dtype)
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank gives."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * numel + rank)).to(dtype)
 
 
 def total(hosts: list[list[int]], numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,84 +75,31 @@ def _wait(work) -> None:
 # --- bits
 
 
-def cases(sizes):
-    for numel, dtype, async_op in itertools.product(sizes, DTYPES, (False, True)):
-        if numel < 10_000 or dtype in (torch.float32, torch.bfloat16):
-            yield numel, dtype, async_op
+def _right(sizes):
+    """Whatever does not depend on the order of adding; of each form also with what one meeting does not carry."""
+    gloo, members = dist.new_group(backend="gloo"), list(range(dist.get_world_size()))
+    found = [case for case in covering_cases(len(members)) if not case.order_matters()]
+    for case in found[::8]:
+        check(case, None, members, int(SMALL_SLOTS) // 4, gloo)
+    for form, size, later in itertools.product((*MOVERS, *REDUCERS), sizes, (False, True)):
+        check(Case(form, size=size, asynchronous=later, seed=size), None, members, int(SMALL_SLOTS) // 4, gloo)
 
 
-def _gathers(sizes):
+def _in_order(hosts, sizes):
+    """The sums of random numbers are those of the documented order."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    for numel, dtype, async_op in cases(sizes):
-        mine, wanted = values(rank, numel, dtype), [values(r, numel, dtype) for r in range(size)]
-        out = torch.full((size * numel,), 1).to(dtype)
-        _wait(all_gather_single(out, mine, async_op=async_op))
-        same(out, torch.cat(wanted), numel, dtype)
-        out = torch.zeros(size * numel, dtype=dtype)
-        own = out[rank * numel :][:numel]
-        own.copy_(mine)
-        _wait(all_gather_single(out, own, async_op=async_op))
-        same(out, torch.cat(wanted), "in place", numel, dtype)
-        if numel:
-            for root in range(size):
-                tensor = mine.clone()
-                _wait(dist.broadcast(tensor, root, async_op=async_op))
-                same(tensor, wanted[root], "broadcast", numel, dtype, root)
-    for lengths in UNEVEN:
-        wanted = [values(r, lengths[r], torch.float32) for r in range(size)]
-        outs = [torch.empty_like(w) for w in wanted]
-        dist.all_gather(outs, wanted[rank])
-        for out, want in zip(outs, wanted, strict=True):
-            same(out, want, "uneven", lengths)
-    dist.barrier()
-
-
-def _reductions(hosts, sizes):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for numel, dtype, async_op in cases(sizes):
+    for numel, dtype, async_op in itertools.product(sizes, (torch.float32, torch.bfloat16), (False, True)):
         whole, wanted = values(rank, numel * size, dtype), total(hosts, numel * size, dtype)
         tensor = whole[1:].clone()
         _wait(dist.all_reduce(tensor, async_op=async_op))
         same(tensor, wanted[1:], "all_reduce", numel, dtype)
-        wanted = wanted[rank * numel :][:numel]
         out = torch.empty(numel, dtype=dtype)
         _wait(reduce_scatter_single(out, whole, async_op=async_op))
-        same(out, wanted, "reduce_scatter", numel, dtype)
-        own = whole[rank * numel :][:numel]
-        _wait(reduce_scatter_single(own, whole, async_op=async_op))
-        same(own, wanted, "in place", numel, dtype)
-    for lengths in UNEVEN:
-        begins = [sum(lengths[:r]) for r in range(size + 1)]
-        whole, wanted = values(rank, begins[-1], torch.float32), total(hosts, begins[-1], torch.float32)
-        out = torch.empty(lengths[rank])
-        dist.reduce_scatter(out, list(whole.split(lengths[:size])))
-        same(out, wanted[begins[rank] : begins[rank + 1]], "uneven", lengths)
+        same(out, wanted[rank * numel :][:numel], "reduce_scatter", numel, dtype)
     average = values(rank, 5000, torch.float32)
     dist.all_reduce(average, dist.ReduceOp.AVG)
     same(average, total(hosts, 5000, torch.float32) / size, "average")
-    highest = values(rank, 5000, torch.int64)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    same(highest, torch.stack([values(r, 5000, torch.int64) for r in range(size)]).amax(0), "max")
-
-
-def _against_gloo(sizes):
-    """Exact data: any order of adding gives the same."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    gloo = dist.new_group(backend="gloo")
-    for numel in sizes:
-        mine, other = (values(rank, numel * size, torch.float32, whole=True) for _ in range(2))
-        dist.all_reduce(mine)
-        dist.all_reduce(other, group=gloo)
-        same(mine, other, "all_reduce", numel)
-        mine, other = torch.empty(numel), torch.empty(numel)
-        whole = values(rank, numel * size, torch.float32, whole=True)
-        reduce_scatter_single(mine, whole)
-        reduce_scatter_single(other, whole, group=gloo)
-        same(mine, other, "reduce_scatter", numel)
-        mine, other = torch.empty(numel * size), torch.empty(numel * size)
-        all_gather_single(mine, whole[:numel])
-        all_gather_single(other, whole[:numel], group=gloo)
-        same(mine, other, "all_gather", numel)
+    dist.barrier()
 
 
 def _through_the_network(hosts):
@@ -167,10 +111,9 @@ def _through_the_network(hosts):
 
 
 def _bits(hosts, sizes):
-    _gathers(sizes)
-    _reductions(hosts, sizes)
+    _right(sizes)
+    _in_order(hosts, sizes)
     _through_the_network(hosts)
-    _against_gloo([n for n in sizes if n])
 
 
 @pytest.mark.parametrize("layout", ["2x2 in turns", "3x1"])
@@ -439,8 +382,8 @@ def _wires(layout):
     """Bits, and bytes between hosts beside the least that must cross."""
     hosts, mib = host_ranks(layout), 2**20
     rank, size, n, ranks = dist.get_rank(), len(layout), len(hosts), len(hosts[0])
-    _gathers((1, 1025))
-    _reductions(hosts, (1, 1025))
+    _right((1, 1025))
+    _in_order(hosts, (1, 1025))
     numel = 16 * mib // 4
     part, whole = values(rank, numel, torch.float32), torch.empty(size * numel)
     scattered = torch.empty(numel // size)

@@ -4,8 +4,6 @@ import pytest
 import torch
 import transformers  # noqa: F401  imported before the ranks are forked
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smp import delayed_init
 from smp.config import ActivationConfig
@@ -51,16 +49,14 @@ def _check_layouts(name, expected, layouts):
             assert torch.equal(value, expected[key]), (layout, key)
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"), [("llama_tied", 3), pytest.param("gpt_neox", 4, marks=pytest.mark.full)]
-)
-def test_same_values_at_any_layout(name, world_size, monkeypatch):
+def test_same_values_at_any_layout(monkeypatch):
+    """Where it is split by tensor parallelism, too: see ``test_tensor_parallel_weights.py``."""
     # Blocks much smaller than a parameter, so that shards begin and end inside them.
     monkeypatch.setattr(delayed_init, "BLOCK", 500)
-    model = one_process(name)
+    model = one_process("llama_tied")
     expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    layouts = [Layout("full_shard"), Layout("no_shard")] + ([Layout("hybrid_shard", 2)] if world_size == 4 else [])
-    run_distributed(_check_layouts, name, expected, layouts, world_size=world_size)
+    layouts = [Layout("full_shard"), Layout("no_shard")]
+    run_distributed(_check_layouts, "llama_tied", expected, layouts, world_size=3)
 
 
 def test_values_follow_the_rule_and_the_seed():
@@ -87,22 +83,6 @@ def normal_rules(shape):
         return holder
 
     return record_rules(build, seed=0)
-
-
-def _check_second_axis(whole):
-    mesh = init_device_mesh("cpu", (2,))
-    holder = nn.Module()
-    holder.weight = nn.Parameter(distribute_tensor(torch.zeros(whole.shape), mesh, (Shard(1),)))
-    initialize_(holder, normal_rules(whole.shape), seed=5)
-    assert isinstance(holder.weight, DTensor) and torch.equal(holder.weight.full_tensor(), whole)
-
-
-def test_shards_of_the_second_axis_hold_the_same_values(monkeypatch):
-    monkeypatch.setattr(delayed_init, "BLOCK", 7)
-    holder = nn.Module()
-    holder.weight = nn.Parameter(torch.zeros(5, 6))
-    initialize_(holder, normal_rules((5, 6)), seed=5)
-    run_distributed(_check_second_axis, holder.weight.detach(), world_size=2)
 
 
 def test_a_parameter_without_a_rule_is_named():

@@ -30,11 +30,7 @@ def config_of(model_type, **changes):
     return config
 
 
-FALCONS = [
-    {"multi_query": True},
-    {"multi_query": False},
-    {"new_decoder_architecture": True, "num_kv_heads": 2},
-]
+FALCONS = [{"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}]
 GROUPED = {"intermediate_size": 48, "num_key_value_heads": 1}
 
 

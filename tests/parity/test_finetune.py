@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from smp.checkpoint.layout import find_checkpoints
-from tests.job import losses, run_job
+from tests.job import assert_resumes, losses, run_job
 from tests.reference import VOCABULARY, build_reference
 
 SAMPLE_TOKENIZER = pathlib.Path(__file__).parents[2] / "data" / "sample" / "tokenizer"
@@ -47,10 +47,7 @@ def hugging_face_loss(model, rows) -> float:
     return total / count
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama_gqa", "gpt_neox", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama_tied", "mistral"))],
-)
+@pytest.mark.parametrize("name", ["llama_gqa", "gpt_neox"])
 def test_first_loss_is_hugging_faces_own(name, rows, tmp_path):
     reference = build_reference(name, torch.float32).eval()
     reference.save_pretrained(tmp_path / "pretrained")
@@ -93,13 +90,7 @@ def test_the_seeds_spellings(spelling, rows, tmp_path):
 def test_resume_wins_over_finetune(rows, tmp_path):
     build_reference("llama_gqa", torch.float32).save_pretrained(tmp_path / "pretrained")
     words = [*flags(tmp_path), "--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--lr_decay_iters", 4]
-    run_job(*words, "--max_steps", 2).succeeded()
-    out = run_job(*words, "--max_steps", 4, "--resume_from_checkpoint", "latest").succeeded().output
-    assert "Resumed from" in out
-    assert len(losses(tmp_path / "run")) == 4
-    # The uninterrupted run, elsewhere, has the same curve: the weights were not loaded a second time.
-    run_job(*flags(tmp_path, "whole"), *words[len(flags(tmp_path)) :], "--max_steps", 4).succeeded()
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert_resumes(tmp_path, *words, at=2, steps=4, world_size=1)  # the weights were not loaded a second time
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])

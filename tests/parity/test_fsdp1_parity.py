@@ -213,7 +213,8 @@ def _counts():
     fully_shard(bare)
     for module in (bare, *bare.layers):
         module.set_force_sum_reduction_for_comms(True)
-    found = _counted(ours)
+    found, report = _counted(ours), smp.comm.report()
+    assert all(report.calls(name, "shared buffer") == found[name] for name in ("all_gather", "reduce_scatter"))
     assert found == _counted(torchs) == _counted(bare)
     assert found["reduce_scatter"] == 2 * (fsdp1.BLOCKS + 1)
     assert found["all_gather"] == 2 * (2 * fsdp1.BLOCKS + 1), "each block twice, the root once"

@@ -82,7 +82,7 @@ def reduced_sizes():
         yield sizes
 
 
-def check_layouts(name, layouts, folder):
+def check_layouts(name, layouts, folder, files=True):
     """Three steps from peft's file, compared with peft's own; then files that peft reads, and merged weights."""
     theirs = peft.PeftModel.from_pretrained(build_reference(name, torch.float64), folder / "adapter", is_trainable=True)
     expected = reference_trajectory(theirs, STEPS)
@@ -112,7 +112,8 @@ def check_layouts(name, layouts, folder):
             for key, gradient in found.items() if step == 0 else ():
                 assert relative(gradient - gradients[key], gradients[key]) <= 1e-9, (layout, key)
         assert len(optimizer.state) == len(gradients)
-        check_files(model, settings, name, folder / f"{number}")
+        if files:
+            check_files(model, settings, name, folder / f"{number}")
 
 
 def check_files(model, settings, name, folder):

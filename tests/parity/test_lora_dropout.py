@@ -82,7 +82,7 @@ def test_steps_at_any_layout_are_those_of_peft(world_size, tmp_path):
         return torch.arange(x.shape[-1]) % 4 != 1
 
     with mock.patch.object(Adapter, "_kept", lambda self, x: kept(x, self.dropout)), dropout_by(kept):
-        run_distributed(check_layouts, NAME, LAYOUTS[world_size], tmp_path, world_size=world_size)
+        run_distributed(check_layouts, NAME, LAYOUTS[world_size], tmp_path, False, world_size=world_size)
 
 
 def built(layout, folder):

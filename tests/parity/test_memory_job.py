@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import pathlib
 import re
@@ -13,16 +12,12 @@ import signal
 import subprocess
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import smp.memory.tracker
 from smp.parallel.offload import DiskStore
-from tests.clock import wait_until
 from tests.faults.jobs import last_step
-from tests.job import NEOX, _process, losses, read_metrics, run_job
-from tests.ports import free_port
-from tests.resume.test_train import tensors
+from tests.job import NEOX, assert_resumes, assert_same_tensors, losses, read_metrics, run_job, running_job, tensors
 
 DROPOUT = ["--attn_pdrop", 0.2, "--resid_pdrop", 0.1]
 # Three blocks, whose inputs are 128 KiB on each of two ranks: a multiple of what is worth a move.
@@ -49,36 +44,23 @@ def test_offloading_trains_the_same_curve_and_leaves_nothing(words, disk, tmp_pa
     run_job(*job, "--output_dir", tmp_path / "plain", world_size=2).succeeded()
     run_job(*job, *offload(disk), "--output_dir", tmp_path / "moved", world_size=2).succeeded()
     assert len(losses(tmp_path / "plain")) == 3 and losses(tmp_path / "moved") == losses(tmp_path / "plain")
-    expected, got = tensors(tmp_path / "plain", 3), tensors(tmp_path / "moved", 3)
-    assert expected.keys() == got.keys() and all(torch.equal(expected[key], got[key]) for key in expected)
+    assert_same_tensors(tensors(tmp_path / "moved", 3), tensors(tmp_path / "plain", 3))
     assert list(disk.iterdir()) == []
 
 
 def test_a_killed_run_leaves_no_file(disk, tmp_path):
-    argv = [*map(str, [*JOB, "--max_steps", 100_000, *offload(disk), "--output_dir", tmp_path / "run"])]
-    port = free_port()
-    output = tmp_path / "output"
-    output.touch()
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_process, args=(r, 2, port, argv, str(output), None)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
-        wait_until(
-            lambda: last_step(tmp_path / "run") >= 1,
-            alive=lambda: all(rank.is_alive() for rank in ranks), said=output.read_text,
-        )  # fmt: skip
-        for rank in ranks:
+    words = [*JOB, "--max_steps", 100_000, *offload(disk), "--output_dir", tmp_path / "run"]
+    with running_job(*words, world_size=2) as job:
+        job.wait_until(lambda: last_step(tmp_path / "run") >= 1)
+        for pid in job.pids:
             held = []
-            for name in os.listdir(f"/proc/{rank.pid}/fd"):
+            for name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):  # it has just closed this one
-                    held.append(os.stat(f"/proc/{rank.pid}/fd/{name}"))
+                    held.append(os.stat(f"/proc/{pid}/fd/{name}"))
             ours = [file for file in held if file.st_dev == disk.stat().st_dev and not file.st_nlink]
             assert max(file.st_size for file in ours) >= 2 * 128 * 1024  # it was at it
-    finally:
-        for rank in ranks:
-            os.kill(rank.pid, signal.SIGKILL)
-            rank.join()
+        job.signal(signal.SIGKILL)
+        job.wait()
     assert list(disk.iterdir()) == []
 
 
@@ -93,9 +75,8 @@ def small_disk(directory: pathlib.Path, kib: int):
         subprocess.run(["umount", directory], check=True)
 
 
-@pytest.mark.parametrize("kib", [pytest.param(64, marks=pytest.mark.full), 320])  # one rank needs 256
-def test_a_full_directory_ends_the_run(kib, disk, tmp_path):
-    with small_disk(disk, kib):
+def test_a_full_directory_ends_the_run(disk, tmp_path):
+    with small_disk(disk, 320):  # one rank needs 256
         outcome = run_job(*JOB, "--max_steps", 3, *offload(disk), "--output_dir", tmp_path / "run", world_size=2)
         assert list(disk.iterdir()) == []
     assert_ends_with_sentences(outcome)
@@ -163,14 +144,8 @@ def test_the_lines_and_curves_of_smp(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_parameters_in_host_memory_resume_bit_for_bit(words, disk, tmp_path):
     job, host = [*JOB, *words, "--train_batch_size", 2, "--grad_clip", 0.1], ["--cpu_offload", 1]
-    plain, whole, parts = (tmp_path / name for name in ("plain", "whole", "parts"))
-    run_job(*job, "--max_steps", 6, "--output_dir", plain, world_size=2).succeeded()
-    run_job(*job, *host, "--max_steps", 6, "--output_dir", whole, world_size=2).succeeded()
-    run_job(*job, *host, "--max_steps", 3, "--output_dir", parts, world_size=2).succeeded()
-    resume = [*job, *host, "--max_steps", 6, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
-    run_job(*resume, world_size=2).succeeded()
-    assert all(line["grad_norm"] > 0.1 for line in read_metrics(whole))  # so that all are clipped
-    assert losses(plain) == losses(whole) == losses(parts) and len(losses(plain)) == 6
-    for other in (whole, parts):
-        expected, got = tensors(plain, 6), tensors(other, 6)
-        assert expected.keys() == got.keys() and all(torch.equal(expected[key], got[key]) for key in expected)
+    run_job(*job, "--max_steps", 6, "--output_dir", tmp_path / "plain", world_size=2).succeeded()
+    parts = assert_resumes(tmp_path, *job, *host, at=3, steps=6)
+    assert all(line["grad_norm"] > 0.1 for line in read_metrics(parts))  # so that all are clipped
+    assert losses(parts) == losses(tmp_path / "plain")
+    assert_same_tensors(tensors(parts, 6), tensors(tmp_path / "plain", 6))

@@ -26,7 +26,7 @@ from smp.parallel.technique import model_blocks
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests.distributed import run_distributed
-from tests.reference import LR, Layout, global_batch, rank_batch, relative, setup_of
+from tests.reference import LR, Layout, global_batch, rank_batch, setup_of
 from tests.unit.test_activation_checkpoint import Products
 from tests.unit.test_activation_offload import blocks_of, dropout_model, gradients
 
@@ -43,7 +43,6 @@ class Features:
     horizon: int = 0  # of offloading; 0: none
     disk: bool = False  # offload to disk, not to host memory
     cpu_offload: bool = False
-    chunk: int = 7
 
     def activation(self, directory: str) -> ActivationConfig:
         return ActivationConfig(
@@ -106,7 +105,7 @@ def counting() -> Iterator[collections.Counter]:
 def train(reference: nn.Module, layout: Layout, features: Features, directory: str) -> Run:
     """Some steps with dropout; and one more that counts matrix products."""
     model, mesh, device = copy.deepcopy(reference), layout.mesh(), torch.device("cpu")
-    parallel, loss = layout.parallel(), LossConfig(loss_chunk_tokens=features.chunk)
+    parallel, loss = layout.parallel(), LossConfig(loss_chunk_tokens=7)
     setup = setup_of(model, mesh, parallel, loss)
     losses, norms, run = [], [], []
     with counting() as counts:
@@ -180,24 +179,6 @@ def _check_bits(layout, directory):
 def test_the_same_bits(layout, tmp_path):
     run_distributed(_check_bits, LAYOUTS[layout], str(tmp_path), world_size=2, backend="smddp")
     assert list(tmp_path.iterdir()) == []
-
-
-def _check_chunks(layout, directory):
-    for name in ("llama_tied", "gpt_neox"):
-        reference = dropout_model(name)
-        whole = train(reference, layout, Features(chunk=0), directory)
-        for chunk in (7, 1024):
-            chunks = train(reference, layout, Features(chunk=chunk), directory)
-            assert chunks.losses == pytest.approx(whole.losses, rel=1e-6), (name, chunk)
-            for parameter, gradient in whole.gradients[0].items():
-                error = relative(chunks.gradients[0][parameter] - gradient, gradient)
-                assert error <= 1e-6, (name, chunk, parameter, error)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.full
-def test_loss_in_chunks_is_the_loss(layout, tmp_path):
-    run_distributed(_check_chunks, LAYOUTS[layout], str(tmp_path), world_size=2, backend="smddp")
 
 
 def test_two_lines_on_a_plain_model(tmp_path):

@@ -11,7 +11,7 @@ import transformers  # noqa: F401  imported before the ranks are forked
 from tests.distributed import run_distributed
 from tests.reference import Layout, assert_parity, build_reference, reference_trajectory, train_parallel
 
-STEPS = 6
+STEPS = 4
 MODELS = ["llama_gqa", "llama_tied", "mistral", "gpt_neox", "gpt_neox_tied"]
 LAYOUTS = {
     1: [Layout("full_shard"), Layout("no_shard", accumulation=4)],
@@ -66,11 +66,7 @@ def _check_losses(references, layouts):
 
 @pytest.mark.parametrize(
     ("world_size", "backend"),
-    [
-        (1, "gloo"),
-        (2, "smddp"),
-        *(pytest.param(4, backend, marks=pytest.mark.slow) for backend in ("gloo", "smddp")),
-    ],
+    [(1, "gloo"), (2, "smddp"), *(pytest.param(4, backend, marks=pytest.mark.slow) for backend in ("gloo", "smddp"))],
 )
 def test_fp32_losses_equal_hugging_face(world_size, backend):
     references = [build_reference(name, torch.float32) for name in ("llama_gqa", "gpt_neox")]

@@ -48,7 +48,7 @@ LAYOUTS = {
         Layout("full_shard", tp=2, sequence=False),
         Layout("full_shard", cp=2),
     ],
-    4: [Layout("full_shard", **degrees) for degrees in ({"tp": 2}, {"tp": 4}, {"cp": 2}, {"tp": 2, "cp": 2})],
+    4: [Layout("full_shard", **degrees) for degrees in ({"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2})],
 }
 
 

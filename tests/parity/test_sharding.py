@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from unittest import mock
 
 import pytest
@@ -64,12 +65,7 @@ def sharded(layout: Layout, name: str = "llama_gqa", **parallel) -> nn.Module:
     activation = ActivationConfig(activation_checkpointing=layout.checkpointing)
     with mock.patch.object(sharding, "MIN_UNIT_PARAMETERS", layout.min_unit):
         return parallelize(
-            model,
-            family_of(model.config),
-            mesh=layout.mesh(),
-            parallel=config,
-            activation=activation,
-            dtype=None,
+            model, family_of(model.config), mesh=layout.mesh(), parallel=config, activation=activation, dtype=None
         )
 
 
@@ -203,15 +199,16 @@ def test_size_based_units():
     assert units == [model[1][0], model[2]]
 
 
-# The embedding alone reaches the first size, a block the second, and only all blocks together the third.
-@pytest.mark.parametrize(("minimum", "inside_blocks"), [(3_000, 2 * BLOCKS), (7_000, BLOCKS), (10_000, 0)])
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox_tied"])
-def test_size_based_units_keep_ties(name, minimum, inside_blocks):
-    run_distributed(_check_size_based_tie, name, minimum, inside_blocks, world_size=2)
+def _check_size_based_ties():
+    # The embedding alone reaches the first size, a block the second, and only all blocks together the third.
+    for name, (minimum, inside_blocks) in itertools.product(
+        ("llama_tied", "gpt_neox_tied"), ((3_000, 2 * BLOCKS), (7_000, BLOCKS), (10_000, 0))
+    ):
+        model = sharded(Layout("full_shard", min_unit=minimum), name, auto_wrap_policy="size_based_auto_wrap_policy")
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight, (name, minimum)
+        groups = {id(m._get_fsdp_state()) for m in fsdp_modules(model)}
+        assert len(groups) == inside_blocks + 2, (name, minimum)  # the tied unit and the root
 
 
-def _check_size_based_tie(name, minimum, inside_blocks):
-    model = sharded(Layout("full_shard", min_unit=minimum), name, auto_wrap_policy="size_based_auto_wrap_policy")
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    groups = {id(m._get_fsdp_state()) for m in fsdp_modules(model)}
-    assert len(groups) == inside_blocks + 2  # the tied unit and the root
+def test_size_based_units_keep_ties():
+    run_distributed(_check_size_based_ties, world_size=2)

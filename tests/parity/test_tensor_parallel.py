@@ -130,9 +130,8 @@ class Unsummed(Function):
         return None, *gradients
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "gpt_neox"])
-def test_parity_notices_gradients_that_are_not_summed(name, monkeypatch):
-    pairs = trajectories([name], torch.float64, 1)
+def test_parity_notices_gradients_that_are_not_summed(monkeypatch):
+    pairs = trajectories(["llama_gqa"], torch.float64, 1)
     monkeypatch.setattr("smp.parallel.tensor.layers.SumGradients", Unsummed)
     with pytest.raises(AssertionError, match=r"abs\(norm - expected"):
         run_distributed(_check, pairs, 1e-9, [Layout("full_shard", tp=2)], world_size=2)

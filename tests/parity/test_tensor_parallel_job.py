@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.job import LLAMA, NEOX, losses, read_metrics, run_job
-from tests.resume.test_train import DROPOUT, tensors
+from tests.job import LLAMA, NEOX, assert_resumes, losses, read_metrics, run_job, tensors
+from tests.resume.test_train import DROPOUT
 
 LENGTHS = (9, 15)
 WIDTH = ["--max_context_width", 15]  # which two ranks do not divide
@@ -46,17 +46,9 @@ def test_resume_is_bit_identical(family, rows, tmp_path):
         *DROPOUT[family], *flags(rows, tmp_path), "--tensor_parallel_degree", 2, "--checkpoint_freq", 4,
         "--gradient_accumulation_steps", 2, "--train_batch_size", 2, "--validation_freq", 2, "--validation_batches", 2,
     ]  # fmt: skip
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_job(*words, "--max_steps", 8, "--output_dir", whole, world_size=2).succeeded()
-    run_job(*words, "--max_steps", 4, "--output_dir", parts, world_size=2).succeeded()
-    resume = [*words, "--max_steps", 8, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
-    run_job(*resume, world_size=2).succeeded()
-    assert len(losses(whole)) == 8 and losses(parts) == losses(whole)
-    expected, got = tensors(whole, 8), tensors(parts, 8)
-    assert expected.keys() == got.keys() and len(expected) > 20
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    parts = assert_resumes(tmp_path, *words, at=4, steps=8)
     # Both ranks read the same data, so their generators are in the same state.
-    states = [value for key, value in got.items() if "rng.cpu" in key]
+    states = [value for key, value in tensors(parts, 8).items() if "rng.cpu" in key]
     assert len(states) == 2 and torch.equal(*states)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,6 +100,11 @@ def test_hidden_dropout_of_whole_sequences_is_one_processs():
     run_distributed(_check_one_process, world_size=2)
 
 
+def _check_recomputations():
+    for name, layout in itertools.product(("gpt_neox", "llama_gqa"), (PARTS, WHOLE)):
+        _check_recomputation(name, layout)
+
+
 def _check_recomputation(name, layout):
     config = dropping() if name == "gpt_neox" else config_of(name, attention_dropout=0.3)
     gradients, outputs = [], []
@@ -114,11 +121,9 @@ def _check_recomputation(name, layout):
     assert not torch.equal(step(model, config, seed=12), outputs[0])  # there is dropout at all
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "llama_gqa"])
 @pytest.mark.full
-def test_recomputation_draws_the_same(name):
-    for layout in (PARTS, WHOLE):
-        run_distributed(_check_recomputation, name, layout, world_size=2)
+def test_recomputation_draws_the_same():
+    run_distributed(_check_recomputations, world_size=2)
 
 
 def _check_evaluation():

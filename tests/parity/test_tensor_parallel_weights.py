@@ -267,8 +267,7 @@ def _save_and_load(folder, name, pairs):
 
 
 @pytest.mark.parametrize(
-    ("name", "every"),
-    [("gpt_neox", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in NAMES)],
+    ("name", "every"), [("gpt_neox", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in NAMES)]
 )
 @pytest.mark.full
 def test_checkpoints_of_any_layout_load_at_any_other(name, every, tmp_path):

@@ -50,16 +50,8 @@ def test_the_curve_is_the_same_at_any_layout(tmp_path):
 @pytest.mark.full
 def test_conversations_that_cannot_be_used_are_one_sentence(tmp_path):
     data = tmp_path / "chats.jsonl"
-    asked = {"role": "user", "content": "Where?"}
     for lines, more, sentence in (
-        (
-            [{"messages": [asked, {"role": "bot", "content": "There."}]}],
-            [],
-            "chats.jsonl, line 1: messages[1] has role 'bot'",
-        ),
-        ([{"conversations": [asked]}], [], "line 1: has no conversation; keys found: conversations"),
-        ([{"messages": [asked]}], [], "no token to train on: all 1 samples"),
-        ([{"text": "Where? " * 90}], ["--overlong", "refuse"], "more than --max_context_width 128"),
+        ([{"conversations": ASKED}], [], "chats.jsonl, line 1: has no conversation; keys found: conversations"),
         ([{"text": "Where?"}], ["--chat_template", tmp_path], "cannot be read"),
         ([{"text": "Where?"}], ["--dataset_type", "auto", "--train_on", "last"], "--train_on is for conversations"),
     ):

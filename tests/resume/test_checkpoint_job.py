@@ -12,51 +12,23 @@ import types
 from collections.abc import Callable
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from smp.checkpoint import background, safetensors_io, saver, writer
 from smp.checkpoint.background import PendingWrite
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.config import CheckpointConfig
-from smp.checkpoint.layout import find_checkpoints
-from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.errors import UserError
 from smp.faults import watchdog
 from smp.train import __main__ as job
-from smp.train import history, start, trainer
+from smp.train import history, start
 from smp.train import step as one_step
-from smp.train.validation import Validation
 from tests.clock import HANG_SECONDS, Clock, wait_until
 from tests.faults.disk import fail
 from tests.faults.jobs import wrapped, writes_end_first
-from tests.job import LLAMA, losses, run_job
+from tests.job import LLAMA, assert_same_tensors, flip, losses, run_job, tensors, tensors_in
+from tests.job import steps_of_valid as steps
 
 JOB = [*LLAMA, "--use_synthetic_data", 1, "--lr_decay_iters", 8, "--sharding_strategy", "full_shard"]
-
-
-def steps(folder) -> list[int]:
-    """Steps of the checkpoints, all of which must be whole."""
-    found = find_checkpoints(folder, "llama_v2")
-    for checkpoint in found:
-        assert problems_of_files(checkpoint.path, read_manifest(checkpoint.path), content=True) == []
-    return [checkpoint.step for checkpoint in found]
-
-
-def tensors(path) -> dict[str, torch.Tensor]:
-    return {f"{f.name} {k}": v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
-
-
-def same_tensors(one, two) -> bool:
-    a, b = tensors(one), tensors(two)
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def flip(file) -> None:
-    """Change a bit of a tensor."""
-    data = bytearray(file.read_bytes())
-    data[-9] ^= 1
-    file.write_bytes(data)
 
 
 def on_a_disk(write_takes: Callable[[], None], joined: Callable[[], None] = lambda: None) -> None:
@@ -116,8 +88,7 @@ def test_asynchronous_checkpoints_are_those_of_their_step(tmp_path):
     assert any("Batch 4 " in line for line in lines[begun:ended]), outcome.output  # training went on meanwhile
     assert steps(one / "checkpoints") == steps(two / "checkpoints") == [3, 6, 8]
     for step in (3, 6, 8):
-        name = f"llama_v2-{step}steps"
-        assert same_tensors(one / "checkpoints" / name, two / "checkpoints" / name), step
+        assert_same_tensors(tensors(one, step), tensors(two, step))
     assert losses(one) == losses(two)
 
 
@@ -176,7 +147,7 @@ def test_local_checkpoints_resume_where_every_rank_has_the_step(kind, tmp_path):
     assert losses(run) == losses(whole)
     for rank in (0, 1):
         name = f"checkpoints/rank0000{rank}-of-00002/llama_v2-8steps"
-        assert same_tensors(run / name, whole / name)
+        assert_same_tensors(tensors_in(run / name), tensors_in(whole / name))
     refused = run_job(*resume, world_size=1)
     assert refused.statuses == [2] and "local checkpoints of 2 processes and this run has 1" in refused.output
     refused = run_job(*[w if w != kind else "sharded" for w in resume], world_size=2)
@@ -219,22 +190,6 @@ def test_a_local_run_whose_only_checkpoint_is_damaged_does_not_start_afresh(rank
     refused = run_job(*words, "--max_steps", 6, world_size=2)
     assert refused.statuses == [2, 2] and "a copy of what is damaged" in refused.output, refused.output
     assert "Batch 1 " not in refused.output and len(losses(run)) == 4
-
-
-@pytest.mark.full
-def test_the_best_by_validation_loss_is_kept(tmp_path):
-    def prepare(rank: int) -> None:
-        values = iter([0.5, 3.0, 1.0, 2.0, 4.0, 5.0])  # the first of step 0, which has no checkpoint
-        trainer.validate = lambda *_, **__: Validation(next(values), 1, 1)
-
-    words = [
-        *JOB, "--max_steps", 5, "--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--keep_best", 2,
-        "--validation_freq", 1, "--output_dir", tmp_path / "run",
-    ]  # fmt: skip
-    run_job(*words, world_size=2, prepare=prepare).succeeded()
-    assert steps(tmp_path / "run" / "checkpoints") == [2, 3, 5]
-    assert os.readlink(tmp_path / "run" / "checkpoints" / "best") == "llama_v2-2steps"
-    assert read_manifest(tmp_path / "run" / "checkpoints" / "best").run["val_loss"] == 1.0
 
 
 @pytest.mark.full

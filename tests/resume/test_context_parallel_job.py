@@ -11,9 +11,9 @@ import yaml
 from safetensors.torch import load_file
 
 import smp.cli
-from tests.job import LLAMA, NEOX, losses, read_metrics, run_job
+from tests.job import LLAMA, NEOX, assert_resumes, losses, read_metrics, run_job, tensors
 from tests.reference import build_reference
-from tests.resume.test_train import data_flags, jsonl, tensors, text  # noqa: F401
+from tests.resume.test_train import data_flags, jsonl, text  # noqa: F401
 
 # No number of tokens that four parts divide, and heads for four ranks.
 SHAPE = ["--max_context_width", 18]
@@ -67,17 +67,9 @@ def test_resume_is_bit_identical(jsonl, tmp_path):  # noqa: F811
         "--lr_decay_iters", 8, "--gradient_accumulation_steps", 2, "--train_batch_size", 1, "--checkpoint_freq", 4,
         "--validation_freq", 4, "--validation_batches", 2, "--test_dir", jsonl, *FULL, *CP,
     ]  # fmt: skip
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_job(*flags, "--max_steps", 8, "--output_dir", whole, world_size=2).succeeded()
-    run_job(*flags, "--max_steps", 4, "--output_dir", parts, world_size=2).succeeded()
-    resume = [*flags, "--max_steps", 8, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
-    run_job(*resume, world_size=2).succeeded()
-    assert len(losses(whole)) == 8 and losses(parts) == losses(whole)
-    expected, got = tensors(whole, 8), tensors(parts, 8)
-    assert expected.keys() == got.keys() and len(expected) > 20
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    parts = assert_resumes(tmp_path, *flags, at=4, steps=8)
     # Other hidden states are on each rank of a sequence, and so others are left out.
-    draws = [value for key, value in got.items() if "rng.cpu" in key]
+    draws = [value for key, value in tensors(parts, 8).items() if "rng.cpu" in key]
     assert len(draws) == 2 and not torch.equal(*draws)
 
 

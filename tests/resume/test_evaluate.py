@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 import smp
 from smp.faults.lock import lock_directories
 from tests.distributed import run_distributed
-from tests.job import LLAMA, losses, run_job
-from tests.resume.test_checkpoint_job import flip
+from tests.job import LLAMA, flip, losses, run_job
 
 TRAIN = [*LLAMA, "--use_synthetic_data", 1, "--lr", 1e-2, "--lr_decay_iters", 9]
 

@@ -80,20 +80,19 @@ def assert_same(model, expected):
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize("size", [10**9, 20_000])
 @pytest.mark.parametrize("case", EVERY)
-def test_files_of_either_are_those_of_the_other(tmp_path, case, size):
+def test_files_of_either_are_those_of_the_other(tmp_path, case):
     reference, model = model_of(case), empty(case)
     head, embedding = reference.get_output_embeddings(), reference.get_input_embeddings()
     assert (head.weight is embedding.weight) == (case in TIED)
-    reference.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    reference.save_pretrained(tmp_path / "theirs", max_shard_size=20_000)
     checked_config("config.json", json.loads((tmp_path / "theirs" / "config.json").read_text()))
 
     load_pretrained_(model, tmp_path / "theirs", hf_config=model.config)
     assert_same(model, reference)
 
-    export_hf(model, tmp_path / "ours", max_shard_bytes=size)
-    assert (tmp_path / "ours" / "model.safetensors.index.json").exists() == (size < 10**9)
+    export_hf(model, tmp_path / "ours", max_shard_bytes=20_000)
+    assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
     assert keys_of(tmp_path / "ours") == keys_of(tmp_path / "theirs")
     back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info

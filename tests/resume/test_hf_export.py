@@ -44,9 +44,8 @@ def export(directory, case="llama_gqa", **options):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("max_shard_bytes", [5 * 2**30, 20_000])
-def test_hugging_face_loads_the_same_model(tmp_path, case, max_shard_bytes):
-    reference = export(tmp_path / "out", case, max_shard_bytes=max_shard_bytes)
+def test_hugging_face_loads_the_same_model(tmp_path, case):
+    reference = export(tmp_path / "out", case, max_shard_bytes=20_000)
     assert_same_logits(tmp_path / "out", reference)
     reference.save_pretrained(tmp_path / "theirs")
     ours = {key for file in (tmp_path / "out").glob("*.safetensors") for key in load_file(file)}

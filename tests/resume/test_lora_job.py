@@ -180,7 +180,6 @@ def test_what_cannot_be_used_is_one_sentence(folder):
             "--lora_rank 3 is not that of --adapter_path",
         ),
         ([*flags(folder, "e"), "--adapter_path", folder / "base"], "no adapter that can be read"),
-        ([*flags(folder, "f"), "--lora_dropout", 1], "--lora_dropout must be less than 1"),
         ([*flags(folder, "i"), "--lora_dropout", 0.1, "--compile", 1], "--compile 1 cannot compile the draws of"),
         (["--model", folder / "base", *flags(folder, "g")[:4], "--save_merged_model", 1], "set --lora_rank"),
         ([*flags(folder, "h")[:4], "--hf_pretrained_model_name_or_dir", final], "by --adapter_path"),

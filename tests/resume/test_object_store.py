@@ -141,9 +141,8 @@ def _saves(folder: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_was_uploaded_is_loaded_where_nothing_is_local(tmp_path, world_size):
-    run_distributed(_saves, str(tmp_path), world_size=world_size)
+def test_what_was_uploaded_is_loaded_where_nothing_is_local(tmp_path):
+    run_distributed(_saves, str(tmp_path), world_size=2)
 
 
 class Gate:
@@ -304,9 +303,8 @@ def _damaged(folder: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_damaged_ones_are_passed_over_and_set_aside(tmp_path, world_size):
-    run_distributed(_damaged, str(tmp_path), world_size=world_size)
+def test_damaged_ones_are_passed_over_and_set_aside(tmp_path):
+    run_distributed(_damaged, str(tmp_path), world_size=2)
 
 
 def _local_damaged(folder: str) -> None:
@@ -489,9 +487,8 @@ def _copied(folder: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_copy_is_made_once_and_of_a_valid_checkpoint(tmp_path, world_size):
-    run_distributed(_copied, str(tmp_path), world_size=world_size)
+def test_a_copy_is_made_once_and_of_a_valid_checkpoint(tmp_path):
+    run_distributed(_copied, str(tmp_path), world_size=2)
 
 
 def _offered(folder: str) -> None:

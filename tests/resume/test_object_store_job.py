@@ -8,35 +8,15 @@ import threading
 
 import pytest
 
-from smp.checkpoint import object_store
-from smp.checkpoint.layout import find_checkpoints
-from smp.checkpoint.manifest import problems_of_files, read_manifest
-from smp.checkpoint.object_store import ObjectStore, StoreError
+from smp.checkpoint.object_store import ObjectStore
 from smp.report.run_files import read_run
 from tests.clock import HANG_SECONDS, wait_until
 from tests.faults.jobs import at_call, wrapped
-from tests.job import LLAMA, losses, run_job
-from tests.resume.test_checkpoint_job import flip
+from tests.job import LLAMA, flip, losses, run_job
+from tests.job import steps_of_valid as whole
 
-JOB = [
-    *LLAMA,
-    "--use_synthetic_data",
-    1,
-    "--lr_decay_iters",
-    8,
-    "--sharding_strategy",
-    "full_shard",
-    "--checkpoint_freq",
-    2,
-]
-
-
-def whole(folder: pathlib.Path) -> list[int]:
-    """Steps of the checkpoints of a store on this disk, all of which must be whole."""
-    found = find_checkpoints(folder, "llama_v2")
-    for checkpoint in found:
-        assert problems_of_files(checkpoint.path, read_manifest(checkpoint.path), content=True) == []
-    return [checkpoint.step for checkpoint in found]
+JOB = [*LLAMA, "--use_synthetic_data", 1, "--lr_decay_iters", 8]
+JOB += ["--sharding_strategy", "full_shard", "--checkpoint_freq", 2]
 
 
 @pytest.mark.full
@@ -85,42 +65,6 @@ def test_a_run_goes_on_from_the_url_on_a_new_machine(tmp_path):
         assert whole(store) == [6, 7] and whole(tmp_path / "five" / "checkpoints") == [7]
         shutil.rmtree(tmp_path / "five")
     assert whole(tmp_path / "copies") == [6]
-
-
-@pytest.mark.full
-def test_a_url_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    url = f"file://{tmp_path}/file/run"
-    outcome = run_job(*JOB, "--max_steps", 2, "--checkpoint_dir", url, "--output_dir", tmp_path / "run", world_size=2)
-    assert set(outcome.statuses) == {2} and "Traceback" not in outcome.output
-    assert f"error: {url} cannot be listed (" in outcome.output and not (tmp_path / "run").exists()
-
-
-def _unreachable_after(step: int) -> None:
-    """Fail every request once the checkpoint of ``step`` is being uploaded."""
-    object_store.FIRST_PAUSE = 0.001
-    upload, out = ObjectStore.upload, threading.Event()
-
-    def refuse(store, file, name, advance):
-        if f"-{step}steps" in name or out.is_set():
-            out.set()
-            raise StoreError(f"{store.at(name)} cannot be written (no route to host)")
-        upload(store, file, name, advance)
-
-    ObjectStore.upload = refuse
-
-
-@pytest.mark.full
-def test_what_could_not_be_uploaded_is_kept_and_uploaded_by_running_again(tmp_path):
-    store, run = tmp_path / "store", tmp_path / "run"
-    job = [*JOB, "--max_steps", 4, "--checkpoint_dir", f"file://{store}", "--output_dir", run]
-    outcome = run_job(*job, world_size=1, prepare=lambda rank: _unreachable_after(4))
-    assert outcome.statuses == [1] and "Traceback" not in outcome.output
-    said = f"error: llama_v2-4steps could not be uploaded to file://{store}: rank 0: "
-    assert said in outcome.output and f"It is kept in {run}/checkpoints: running again with" in outcome.output
-    assert whole(run / "checkpoints") == [2, 4] and 4 not in whole(store)
-    again = run_job(*job, "--resume_from_checkpoint", "latest", world_size=1).succeeded()
-    assert "Already at step 4 of 4" in again.output and whole(store)[-1] == 4
 
 
 def _held_at_first(store: pathlib.Path) -> None:

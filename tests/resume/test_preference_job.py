@@ -115,13 +115,3 @@ def test_all_parameters_keep_the_reference_of_the_first_start(base):
     run_job(*flags(base, "other", *more, *validation, "--max_samples", 50), *resume, "--reset_progress", 1,
             world_size=2).succeeded()  # fmt: skip
     assert curve(base / "other")[0] == pytest.approx([0.693147, 0, 0, 0, 0], rel=1e-5, abs=1e-5)
-
-
-@pytest.mark.full
-def test_what_is_no_pair_is_one_sentence(base):
-    data = base / "pairs.jsonl"
-    data.write_text(json.dumps({"prompt": "Where?", "chosen": "Here."}) + "\n")
-    refused = run_job(*flags(base, "refused", "--training_dir", data), world_size=1)
-    sentence = "pairs.jsonl, line 1: is no pair: it has no rejected; keys found: prompt, chosen"
-    assert refused.statuses == [2] and sentence in refused.output and "Traceback" not in refused.output
-    assert not (base / "refused").exists()

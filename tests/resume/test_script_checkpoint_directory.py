@@ -11,22 +11,16 @@ import sys
 import threading
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from smp.checkpoint import background, layout
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.errors import RunError, UserError
 from tests.distributed import run_distributed, run_ranks
 from tests.faults.disk import kill_at
+from tests.resume.test_script_checkpoint_state import small
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def small() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(2, 2)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def visible(folder: str) -> list[str]:

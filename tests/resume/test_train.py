@@ -7,16 +7,13 @@ import json
 import pathlib
 import random
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.safetensors_io import read_header
-from tests.job import LLAMA, NEOX, losses, read_metrics, run_job
+from smp.cpu_bf16 import try_bf16_product
+from tests.job import LLAMA, NEOX, assert_resumes, losses, read_metrics, run_job, tensors
 
 DROPOUT = {"llama": [*LLAMA, "--attn_pdrop", 0.2], "neox": [*NEOX, "--attn_pdrop", 0.2, "--resid_pdrop", 0.1]}
 SAMPLE = pathlib.Path(__file__).parents[2] / "data" / "sample"
@@ -45,16 +42,6 @@ def text(tmp_path_factory):
     return folder
 
 
-def tensors(run_dir: pathlib.Path, step: int) -> dict[str, torch.Tensor]:
-    """Every saved tensor of a checkpoint, by file and name."""
-    path = next(c.path for c in find_checkpoints(run_dir / "checkpoints", next(iter_names(run_dir))) if c.step == step)
-    return {f"{f.name}/{k}": v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
-
-
-def iter_names(run_dir: pathlib.Path):
-    return (p.name.rsplit("-", 1)[0] for p in (run_dir / "checkpoints").iterdir() if p.name.endswith("steps"))
-
-
 def data_flags(kind: str, jsonl: pathlib.Path, text: pathlib.Path, cache: pathlib.Path) -> list[object]:
     if kind == "jsonl":
         return ["--training_dir", jsonl, "--data_cache_dir", cache]
@@ -67,10 +54,7 @@ def data_flags(kind: str, jsonl: pathlib.Path, text: pathlib.Path, cache: pathli
 
 @pytest.mark.parametrize(
     ("family", "kind", "accumulation", "world_size"),
-    [
-        ("llama", "jsonl", 1, 2),
-        pytest.param("neox", "text", 2, 2, marks=pytest.mark.slow),
-    ],
+    [("llama", "jsonl", 1, 2), pytest.param("neox", "text", 2, 2, marks=pytest.mark.slow)],
 )
 @pytest.mark.full
 def test_resume_is_bit_identical(family, kind, accumulation, world_size, jsonl, text, tmp_path):
@@ -80,16 +64,8 @@ def test_resume_is_bit_identical(family, kind, accumulation, world_size, jsonl, 
         # In the very step of the checkpoint: it must neither disturb the randomness nor leave parameters gathered.
         "--validation_freq", 5, "--validation_batches", 2, "--test_dir", jsonl if kind == "jsonl" else text,
     ]  # fmt: skip
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_job(*flags, "--max_steps", 20, "--output_dir", whole, world_size=world_size).succeeded()
-    run_job(*flags, "--max_steps", 10, "--output_dir", parts, world_size=world_size).succeeded()
-    resume = [*flags, "--max_steps", 20, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
-    run_job(*resume, world_size=world_size).succeeded()
-    assert [line["step"] for line in read_metrics(parts)] == list(range(1, 21))
-    assert losses(parts) == losses(whole)
-    expected, got = tensors(whole, 20), tensors(parts, 20)
-    assert expected.keys() == got.keys() and len(expected) > 20
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    parts = assert_resumes(tmp_path, *flags, at=10, steps=20, world_size=world_size)
+    assert len(tensors(parts, 20)) > 20
 
 
 @pytest.mark.full
@@ -140,10 +116,7 @@ def test_loss_falls_and_the_curve_is_the_same_at_any_layout(text, tmp_path):
         *LLAMA, *data_flags("text", None, text, tmp_path / "cache"), "--lr", 1e-2, "--global_batch_size", 8,
         "--max_steps", 15,
     ]  # fmt: skip
-    runs = {
-        1: ["--train_batch_size", 8],
-        4: ["--train_batch_size", 2, "--shard_degree", 2],
-    }
+    runs = {1: ["--train_batch_size", 8], 4: ["--train_batch_size", 2, "--shard_degree", 2]}
     for world_size, extra in runs.items():
         run_job(*flags, *extra, "--output_dir", tmp_path / str(world_size), world_size=world_size).succeeded()
     one, four = (losses(tmp_path / str(world_size)) for world_size in runs)
@@ -153,8 +126,7 @@ def test_loss_falls_and_the_curve_is_the_same_at_any_layout(text, tmp_path):
 
 @pytest.mark.full
 def test_bf16_computes_in_bf16_and_keeps_fp32(text, tmp_path):
-    product = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
-    if subprocess.run([sys.executable, "-c", product], check=False).returncode:
+    if try_bf16_product(None):
         pytest.skip("this CPU stops the process at a bf16 matrix product")
     flags = [*LLAMA, *data_flags("text", None, text, tmp_path / "cache"), "--lr", 1e-2, "--max_steps", 5]
     for bf16 in (0, 1):
@@ -219,17 +191,9 @@ def test_a_global_batch_that_is_changed_is_told(tmp_path):
 
 @pytest.mark.full
 def test_a_small_validation_set_counts_each_row_once(jsonl, tmp_path):
-    words = [
-        *LLAMA,
-        "--training_dir",
-        jsonl,
-        "--test_dir",
-        jsonl / "part1.jsonl.gz",
-        "--data_cache_dir",
-        tmp_path / "c",
-    ]
+    words = [*LLAMA, "--training_dir", jsonl, "--test_dir", jsonl / "part1.jsonl.gz", "--global_batch_size", 4]
     words += ["--max_steps", 1, "--validation_freq", 1, "--validation_batches", 50, "--train_batch_size", 1]
-    words += ["--global_batch_size", 4]
+    words += ["--data_cache_dir", tmp_path / "c"]
     found = []
     for world_size, size in ((1, 4), (2, 8)):  # 14 rows; 16 in a batch of 2 x 8
         run = tmp_path / f"run{world_size}"
