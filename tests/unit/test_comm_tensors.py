@@ -9,7 +9,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, all
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 import smp.comm
-from smp.comm.arena import SIGNATURE_BYTES, sign, smallest_slot
+from smp.comm.arena import SIGNATURE_BYTES, Layout, sign
 from smp.comm.tensors import Output, check_outputs, overlap, plain_cpu
 from tests.distributed import run_distributed
 
@@ -172,5 +172,6 @@ def test_long_signatures_differ_to_their_end():
 
 def test_the_smallest_slot_has_a_place_for_every_rank():
     for ranks in (2, 64, 65, 1000):
-        place = smallest_slot(ranks) // ranks // 64 * 64  # as reductions divide a slot
-        assert place >= torch.complex128.itemsize and smallest_slot(ranks) % 4096 == 0
+        slot = Layout.with_scratch(0, ranks).slot_bytes
+        place = slot // ranks // 64 * 64  # as reductions divide a slot
+        assert place >= torch.complex128.itemsize and slot % 4096 == 0
