@@ -17,11 +17,13 @@ from smp.checkpoint import background, safetensors_io, saver, writer
 from smp.checkpoint.background import PendingWrite
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.config import CheckpointConfig
+from smp.checkpoint.manifest import read_manifest
 from smp.errors import UserError
 from smp.faults import watchdog
 from smp.train import __main__ as job
-from smp.train import history, start
+from smp.train import history, start, trainer
 from smp.train import step as one_step
+from smp.train.validation import Validation
 from tests.clock import HANG_SECONDS, Clock, wait_until
 from tests.faults.disk import fail
 from tests.faults.jobs import wrapped, writes_end_first
@@ -190,6 +192,22 @@ def test_a_local_run_whose_only_checkpoint_is_damaged_does_not_start_afresh(rank
     refused = run_job(*words, "--max_steps", 6, world_size=2)
     assert refused.statuses == [2, 2] and "a copy of what is damaged" in refused.output, refused.output
     assert "Batch 1 " not in refused.output and len(losses(run)) == 4
+
+
+@pytest.mark.full
+def test_the_best_by_validation_loss_is_kept(tmp_path):
+    def prepare(rank: int) -> None:
+        values = iter([0.5, 3.0, 1.0, 2.0, 4.0, 5.0])  # the first of step 0, which has no checkpoint
+        trainer.validate = lambda *_, **__: Validation(next(values), 1, 1)
+
+    words = [
+        *JOB, "--max_steps", 5, "--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--keep_best", 2,
+        "--validation_freq", 1, "--output_dir", tmp_path / "run",
+    ]  # fmt: skip
+    run_job(*words, world_size=2, prepare=prepare).succeeded()
+    assert steps(tmp_path / "run" / "checkpoints") == [2, 3, 5]
+    assert os.readlink(tmp_path / "run" / "checkpoints" / "best") == "llama_v2-2steps"
+    assert read_manifest(tmp_path / "run" / "checkpoints" / "best").run["val_loss"] == 1.0
 
 
 @pytest.mark.full
