@@ -102,7 +102,7 @@ Cut = Callable[[dict[str, Tensor]], dict[str, Any]]  # of a batch, the arguments
 
 def _plain_model() -> nn.Module:
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG, attn_implementation="sdpa"))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG, attn_implementation="sdpa"))  # type: ignore[call-arg]
 
 
 def _batch(length: int) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ def _worker(rank: int, case: Case, folder: str, barrier: Any) -> None:
     parallel = ParallelConfig(context_parallel_degree=case.processes, sharding_strategy="full_shard")
     mesh = resolve_mesh(parallel, world_size=case.processes, local_world_size=case.processes, rank=rank).join("cpu")
     shared = Role(case.processes, rank, dist.new_group(backend="smddp"))
-    meshes = {"gloo": mesh, "smddp": dataclasses.replace(mesh, cp=shared)}
+    meshes = {"gloo": mesh, "smddp": dataclasses.replace(mesh, roles={**mesh.roles, "cp": shared})}
     model = _plain_model()  # before DeepSpeed replaces `sdpa`
     step = _step(model, _whole(_batch(case.length)), case.length)
     alone = _kept(model, step)

@@ -93,7 +93,7 @@ def resolved_model(name: str) -> ResolvedModel:
     )  # fmt: skip
     return ResolvedModel(
         name=name, family=family_of(hf_config), hf_config=hf_config, sequence_length=length, weights=None,
-        tokenizer_dir=None, attn_implementation="sdpa", delayed_param=True,
+        tokenizer_dir=None, generation_dir=None, attn_implementation="sdpa", delayed_param=True,
     )  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def attention(case: Case, bench: Bench) -> Found:
             max(map(int.__sub__, bounds[1:], bounds)),
         )
         flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
-        return varlen_attn(*flat, cut, cut, longest, longest, window_size=(-1, 0), **asks)
+        return varlen_attn(*flat, cut, cut, longest, longest, window_size=(-1, 0), **asks)  # type: ignore[call-arg]
 
     backends = {
         "torch's choice": None, "cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
