@@ -80,23 +80,25 @@ class ObjectStore:
         return self.url
 
     def at(self, name: str) -> str:
-        """Return the URL of an object."""
-        return f"{self.url}/{name}"
+        """Return the URL of an object; of no name: the store's own."""
+        return f"{self.url}/{name.lstrip('/')}" if name else self.url
 
     def _call(self, what: str, name: str, action: Callable[[str], Any], *, absent: Any = _REFUSED) -> Any:
         """Return the result of ``action``, called with the path of an object, or ``absent`` if there is none."""
-        path = f"{self._root}/{name}" if name else self._root
+        path = f"{self._root}/{name.lstrip('/')}" if name else self._root
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return action(path)
             except Exception as error:
-                if attempt < ATTEMPTS and not isinstance(error, _FINAL):
+                # S3's word for an upload in parts whose completion was answered, and the answer lost: begin another.
+                lost = "specified upload does not exist" in str(error)
+                if attempt < ATTEMPTS and (lost or not isinstance(error, _FINAL)):
                     # Ranks that failed together do not come back together.
                     time.sleep(FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
                     continue
                 if isinstance(error, FileNotFoundError) and absent is not _REFUSED:
                     return absent
-                raise StoreError(f"{self.at(name) if name else self.url} cannot be {what} ({_why(error)})") from error
+                raise StoreError(f"{self.at(name)} cannot be {what} ({_why(error)})") from error
         raise AssertionError
 
     def folders(self) -> list[str]:

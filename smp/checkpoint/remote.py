@@ -24,6 +24,7 @@ class RemoteCheckpoint:
     """A checkpoint below a URL.
 
     Attributes:
+        name: of its folder; empty: the store is it.
         copy: a verified one, which is read instead; None: files are read at the URL.
     """
 

@@ -137,8 +137,7 @@ def _find_remote(url: str) -> Found:
         raise UserError(f"{url} does not exist: give the URL of a checkpoint, or one that some are below")
     own = Path(store.url)
     if MANIFEST_FILE in objects or step_of(own) is not None:
-        above = ObjectStore(store.url.rpartition("/")[0])
-        return Found([UrlCheckpoint(RemoteCheckpoint(above, own.name), own.name, objects)], True, [])
+        return Found([UrlCheckpoint(RemoteCheckpoint(store, ""), own.name, objects)], True, [])
     folders: dict[str, dict[str, int]] = {}
     for name, size in objects.items():
         folder, _, file = name.rpartition("/")

@@ -50,6 +50,13 @@ def test_quick_reads_no_tensors(call, url, proxy):  # noqa: F811
     assert [r.key for r in proxy.requests if r.kind == "get" and not r.key.endswith("manifest.json")] == []
 
 
+def test_a_bucket_may_be_a_checkpoint_itself(call, run_dir, s3):  # noqa: F811
+    for file in (run_dir / "checkpoints" / "llama_v2-4steps").iterdir():
+        s3.put(file.name, file.read_bytes())
+    status, out, err = call("verify", s3.url)
+    assert (status, err) == (0, []) and ": valid (" in out[0], out
+
+
 @pytest.mark.parametrize("how", ["bit", "gone", "added", "manifest"])
 def test_damage_is_named_by_file(call, url, s3, how):  # noqa: F811
     key = tensor_file(s3, 4)

@@ -99,6 +99,9 @@ def test_a_call_that_fails_is_made_again_a_few_times(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match=r"/a cannot be written \(.*Input/output error"):
         store.write("a", b"")
     assert len(calls) == object_store.ATTEMPTS
+    fails(FileNotFoundError("The specified upload does not exist. It may have been completed."), 1)
+    store.write("a", b"")  # S3's answer to an upload's completion that was lost
+    assert len(calls) == 2
     fails(PermissionError("Access Denied"), 99)
     with pytest.raises(StoreError, match="Access Denied; check the credentials"):
         store.write("a", b"")
