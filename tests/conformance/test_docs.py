@@ -25,7 +25,7 @@ from typing import NamedTuple
 import pytest
 
 import smp
-from docs import composition_page
+from docs import composition_page, make_images
 from smp.train import arguments
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -157,6 +157,14 @@ def test_what_is_tested_elsewhere_is():
 @pytest.mark.slow  # some 300 plans
 def test_the_page_of_what_composes_is_current():
     assert (ROOT / "docs" / "composition.md").read_text() == composition_page.page(), "run `make docs`"
+
+
+@pytest.mark.slow  # three plans
+def test_the_pictures_are_current(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_images, "IMAGES", tmp_path)
+    make_images.main([])
+    for made in tmp_path.iterdir():
+        assert made.read_bytes() == (ROOT / "docs" / "images" / made.name).read_bytes(), f"{made.name}: run `make docs`"
 
 
 @pytest.mark.slow
