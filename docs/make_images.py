@@ -62,7 +62,7 @@ def demo() -> Figure:
     """Draw the losses of ``make train``, beside those of a model that knows the frequency of words alone."""
     records = [json.loads(line) for line in LOSSES.read_text(encoding="utf-8").splitlines()]
     unigram = json.loads((ROOT / "data" / "sample" / "baseline.json").read_text())["unigram_nll_validation"]
-    figure, axes = _figure(4.2, 2.9)
+    figure, axes = _figure(4.1, 2.9)
     for name, label, color, marker in (("loss", "training", BLUE, ""), ("val_loss", "validation", RED, "o")):
         points = [(r["step"], r[name]) for r in records if name in r]
         axes.plot(*zip(*points, strict=True), color=color, label=label, marker=marker, markersize=4, lw=1.6)
@@ -81,7 +81,7 @@ def plan() -> Figure:
         "selective": ["--activation_checkpointing_mode", "selective"],
         "none": ["--activation_checkpointing", "0"],
     }
-    figure, axes = _figure(4.2, 2.9)
+    figure, axes = _figure(4.1, 2.9)
     for row, words in enumerate(modes.values()):
         memory, step = _planned(words)
         left = 0.0

@@ -169,11 +169,14 @@ def test_the_pictures_are_current(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_demo_speaks(folder):
-    """The block of the README that needs what `make train` leaves."""
+    """The blocks of the README that need what `make train` leaves."""
     demo = "python -m smp.launch.local --nproc_per_node 2 train_lib.py --config configs/demo.yaml --max_steps 10"
     run(demo, folder)
-    speaks = next(block for block in blocks(ROOT / "README.md") if "test_the_demo_speaks" in block.before)
-    assert "Mr. Darcy" in speaks.text
+    readme = blocks(ROOT / "README.md")
+    [script] = [block for block in readme if block.saved_as]
+    (folder / script.saved_as).write_text(script.text)
+    [speaks] = [block for block in readme if "test_the_demo_speaks" in block.before]
+    assert "Mr. Darcy" in speaks.text and script.saved_as in speaks.text
     run(speaks.text, folder)
 
 
