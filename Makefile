@@ -86,6 +86,7 @@ lint: setup
 
 docs: setup
 	$(BIN)/python docs/make_tables.py
+	$(BIN)/python docs/make_images.py
 
 clean:
 	rm -rf runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -221,5 +221,5 @@ def run(options: argparse.Namespace) -> int:
         if options.values:
             different |= _compare_values(a, b, names, options.show)
         if not different:
-            print("equal" if options.values else "equal, as far as the values are not compared (--values)")
+            print("equal" if options.values else "no differences in names and settings; values not compared (--values)")
     return 1 if different else 0

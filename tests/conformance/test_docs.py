@@ -25,7 +25,7 @@ from typing import NamedTuple
 import pytest
 
 import smp
-from docs import composition_page
+from docs import composition_page, make_images
 from smp.train import arguments
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -159,13 +159,24 @@ def test_the_page_of_what_composes_is_current():
     assert (ROOT / "docs" / "composition.md").read_text() == composition_page.page(), "run `make docs`"
 
 
+@pytest.mark.slow  # three plans
+def test_the_pictures_are_current(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_images, "IMAGES", tmp_path)
+    make_images.main([])
+    for made in tmp_path.iterdir():
+        assert made.read_bytes() == (ROOT / "docs" / "images" / made.name).read_bytes(), f"{made.name}: run `make docs`"
+
+
 @pytest.mark.slow
 def test_the_demo_speaks(folder):
-    """The block of the README that needs what `make train` leaves."""
+    """The blocks of the README that need what `make train` leaves."""
     demo = "python -m smp.launch.local --nproc_per_node 2 train_lib.py --config configs/demo.yaml --max_steps 10"
     run(demo, folder)
-    speaks = next(block for block in blocks(ROOT / "README.md") if "test_the_demo_speaks" in block.before)
-    assert "Mr. Darcy" in speaks.text
+    readme = blocks(ROOT / "README.md")
+    [script] = [block for block in readme if block.saved_as]
+    (folder / script.saved_as).write_text(script.text)
+    [speaks] = [block for block in readme if "test_the_demo_speaks" in block.before]
+    assert "Mr. Darcy" in speaks.text and script.saved_as in speaks.text
     run(speaks.text, folder)
 
 
