@@ -20,7 +20,7 @@ from smp.parallel.parallelize import prepare_model
 from smp.runtime import process_group
 from smp.train.checked_job import CheckedJob, planned_batch
 from smp.train.metrics import json_line, validation_record
-from smp.train.reference import expect_references, give_references
+from smp.train.reference import attach_references, expect_references, give_references
 from smp.train.start import (
     locate_wanted,
     named_checkpoint,
@@ -66,6 +66,7 @@ def evaluate(job: CheckedJob, guard: Guard) -> int:
             if start.checkpoint is not None and start.saved is not None:
                 together(functools.partial(expect_references, job, start, model))
                 restore_model(start.checkpoint, start.saved, model)
+                together(functools.partial(attach_references, job, start, model))
 
         start = search.fill(start, fill)
         if start.checkpoint is not None:

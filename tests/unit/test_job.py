@@ -20,7 +20,7 @@ START = Start(CHECKPOINT, None, TrainState(10, 40, 99), global_batch_size=4, max
 
 def plan(**change):
     values = {
-        "train_data": types.SimpleNamespace(fingerprint="data"),
+        "train_data": types.SimpleNamespace(fingerprint="data", digest="rows"),
         "validation_data": None,
         "config": types.SimpleNamespace(flat=lambda: {"lr": 1.0}),
     }
@@ -36,7 +36,8 @@ def _check():
     differences = {
         r"the start .*None.* there": (plan(), fresh),
         "the global batch": (plan(), dataclasses.replace(START, global_batch_size=8)),
-        "the training data": (plan(train_data=types.SimpleNamespace(fingerprint="other")), START),
+        "the training data": (plan(train_data=types.SimpleNamespace(fingerprint="other", digest="rows")), START),
+        "the rows of the training data": (plan(train_data=types.SimpleNamespace(fingerprint="data", digest="x")), START),
         "--lr: 2.0 there, 1.0 here": (plan(config=types.SimpleNamespace(flat=lambda: {"lr": 2.0})), START),
     }
     for sentence, other in differences.items():
