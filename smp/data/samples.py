@@ -138,7 +138,9 @@ class PackedSamples:
 
         def key(sample: int) -> int:
             columns = (column.astype(np.int32) for document in self.documents(sample) for column in document)
-            return xxhash.xxh3_64_intdigest(b"".join(len(each).to_bytes(8, "little") + each.tobytes() for each in columns))
+            return xxhash.xxh3_64_intdigest(
+                b"".join(len(each).to_bytes(8, "little") + each.tobytes() for each in columns)
+            )
 
         return np.array([key(sample) for sample in self._members.tolist()], np.uint64).view(np.int64)
 

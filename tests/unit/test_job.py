@@ -37,7 +37,10 @@ def _check():
         r"the start .*None.* there": (plan(), fresh),
         "the global batch": (plan(), dataclasses.replace(START, global_batch_size=8)),
         "the training data": (plan(train_data=types.SimpleNamespace(fingerprint="other", digest="rows")), START),
-        "the rows of the training data": (plan(train_data=types.SimpleNamespace(fingerprint="data", digest="x")), START),
+        "the rows of the training data": (
+            plan(train_data=types.SimpleNamespace(fingerprint="data", digest="x")),
+            START,
+        ),
         "--lr: 2.0 there, 1.0 here": (plan(config=types.SimpleNamespace(flat=lambda: {"lr": 2.0})), START),
     }
     for sentence, other in differences.items():
