@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, zeros
 
+from smp.checkpoint.base import check_base
 from smp.checkpoint.fetch import fetch, gathered, verify_together
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import CheckpointReader
@@ -35,7 +36,6 @@ from smp.delayed_init import local_part
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
 from smp.log import get_logger
-from smp.models.added import base_of
 
 logger = get_logger(__name__)
 
@@ -72,14 +72,6 @@ def check_architecture(path: Path | RemoteCheckpoint, saved: dict[str, Any], hf_
         raise UserError(
             f"checkpoint {path} is of another model: {'; '.join(differences)}; resume with the model it was made with"
         )
-
-
-def check_base(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
-    """Raise a UserError for a checkpoint without the frozen parameters that was made with others than the model has."""
-    base, theirs = base_of(model), manifest.model.get("base")
-    if base is not None and theirs is not None and base.digest != theirs:
-        raise UserError(f"checkpoint {path} was made with other pretrained weights than {base.weights}, which it does "
-                        f"not contain: start with those it was made with")  # fmt: skip
 
 
 def is_script(run: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+from smp.checkpoint.base import begin_digest, digest_together, warn_unless_compared
 from smp.checkpoint.layout import LATEST
 from smp.checkpoint.local import common_start, refuse_other_kinds
 from smp.checkpoint.remote import RemoteCheckpoint
@@ -69,12 +70,15 @@ def evaluate(job: CheckedJob, guard: Guard) -> int:
                 together(functools.partial(attach_references, job, start, model))
 
         start = search.fill(start, fill)
+        begin_digest(model)
         if start.checkpoint is not None:
             give_references(job, model, setup, enter=guard.enter)
         guard.enter("validation")
         result = validate(job, model, setup, enter=guard.enter)
         if not result.tokens:
             raise UserError(f"{config.data.test_dir} contains no token that follows another: nothing to evaluate on")
+        digest_together(model)
+        warn_unless_compared(model)
         if launch.is_main:
             _report(job, start, result)
         job.close()
