@@ -9,45 +9,95 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
+from smp.checkpoint.hf_export import full_tensor
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.remote import RemoteCheckpoint
+from smp.checkpoint.safetensors_io import bytes_of, new_digest, shown
 from smp.errors import UserError
+from smp.faults.agreement import together
 from smp.log import get_logger
-from smp.models.added import added_parameters, base_of
+from smp.models.added import added_parameters, base_of, encoded_parameters, left_out
+from smp.models.file_names import parameters_of
 from smp.models.full_digest import FullDigest
 from smp.models.weight_files import digest_of
+from smp.parallel.sharding import reshard
 
+_FROZEN_DIGEST = "_smp_frozen_digest"
 NF4 = "nf4-"  # begins the digest of weights that were quantised
 logger = get_logger("train")
 
 
-def with_base(entry: dict[str, Any], model: nn.Module, full: str | None) -> dict[str, Any]:
-    """Add to a model's entry the pretrained weights whose parameters are not saved, and the files of those apart.
+def with_base(entry: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Add to a model's entry the frozen weights that are not saved, and the files of parameters apart; collective.
 
-    Args:
-        full: the digest of all bytes of the weights; None: it is not known yet.
+    The digest of all bytes is left out where it is not known yet.
+
+    Raises:
+        UserError: on every rank; as :func:`digest_together`.
     """
+    full, frozen = digest_together(model), frozen_digest(model)
     base, added = base_of(model), added_parameters(model).values()
     apart = {each.apart.file: dict(each.apart.beside) for each in added if each.apart is not None}
     if base is not None:
         entry = {**entry, "base": base.digest, "weights": base.weights}
         if full is not None:
             entry["base_full"] = full
+    if frozen is not None:
+        entry = {**entry, "frozen": frozen}
     return {**entry, "apart": apart} if apart else entry
 
 
-def check_base(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
-    """Raise a UserError for a checkpoint without the frozen parameters that was made with others than the model has.
+def require_base(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
+    """Refuse a checkpoint without the frozen parameters that was made with others than the model has; collective.
 
-    Where the digest of all their bytes is not known yet, :func:`digest_together` compares it later.
+    Where the digest of all bytes of their files is not known yet, :func:`digest_together` compares it later.
+
+    Raises:
+        UserError: on every rank.
     """
+    together(lambda: _check_files(path, manifest, model))
+    frozen = manifest.model.get("frozen")
+    if frozen is not None and frozen_digest(model) not in (None, frozen):
+        raise UserError(
+            f"checkpoint {path} was made with other frozen weights than the model has, and does not contain them, as "
+            f"they are in 4 bits: make the model with the same weights"
+        )
+
+
+def _check_files(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
     base, theirs = base_of(model), manifest.model.get("base")
+    if base is None and theirs is not None and left_out(model) and dist.get_rank() == 0:
+        logger.warning(
+            "Checkpoint %s was made with the pretrained weights of %s, and does not contain them: the model's were read "
+            "from no files, and are not compared.", path, manifest.model.get("weights"),
+        )  # fmt: skip
     if base is None or theirs is None:
         return
     base.full.expected = manifest.model.get("base_full")
     if base.digest != theirs or base.full.differs:
         raise UserError(f"checkpoint {path} was made with other pretrained weights than {base.weights}, which it does "
                         f"not contain: start with those it was made with")  # fmt: skip
+
+
+def frozen_digest(model: nn.Module) -> str | None:
+    """Return the digest of the frozen parameters that checkpoints leave out, if they are of no files; collective.
+
+    They do not change, and are read once.
+    """
+    names = frozenset() if base_of(model) else left_out(model)
+    if names and not hasattr(model, _FROZEN_DIGEST):
+        reshard(model)
+        digest, encoded = new_digest(), encoded_parameters(model)
+        for name, parameter in parameters_of(model).items():
+            if name in names:
+                tensor = full_tensor(parameter.detach())
+                if dist.get_rank() == 0:
+                    tensor = encoded[name].decode(tensor) if name in encoded else tensor
+                    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                    digest.update(bytes_of(tensor.cpu().contiguous()))
+        dist.broadcast_object_list(said := [shown(digest)])
+        setattr(model, _FROZEN_DIGEST, said[0])
+    return getattr(model, _FROZEN_DIGEST) if names else None
 
 
 def weights_at(path: Any) -> Path | None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from smp.checkpoint.at_exit import finish_at_exit, finished
 from smp.checkpoint.background import HostCopies, PendingWrite, to_host
-from smp.checkpoint.base import begin_digest, digest_together, with_base
+from smp.checkpoint.base import begin_digest, with_base
 from smp.checkpoint.fetch import asking, asking_together, locate
 from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
 from smp.checkpoint.lock import bring_back, own
@@ -190,8 +190,7 @@ class Checkpointer:
         """
         self.publish()
         begin_digest(self._model)  # of weights that came after this was made
-        entry = with_base(manifest.model, self._model, digest_together(self._model))
-        manifest = dataclasses.replace(manifest, kind=self.storage.kind, model=entry)
+        manifest = dataclasses.replace(manifest, kind=self.storage.kind, model=with_base(manifest.model, self._model))
         temporary = self.storage.begin(checkpoint_name(self.name, manifest.step))
         snapshot = self._snapshot(state_tensors(self._model, self._optimizer))
         # Asked before pieces become buffers of the host, which the device is still to fill.

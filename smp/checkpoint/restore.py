@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, zeros
 
-from smp.checkpoint.base import check_base
+from smp.checkpoint.base import require_base
 from smp.checkpoint.fetch import fetch, gathered, verify_together
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import CheckpointReader
@@ -192,7 +192,7 @@ def restore(
     model = plain(model)
     run = manifest.run if is_script(manifest.run) else {"optimizer": None, "extra_states": {}}
     settings = run["optimizer"]
-    together(lambda: check_base(path, manifest, model))
+    require_base(path, manifest, model)
     together(lambda: check_optimizer(model, optimizer, settings))
     state = together(lambda: allocate(model, optimizer, manifest, adamw=settings is None))
     tensors = together(lambda: state_tensors(model, optimizer, state))
@@ -208,7 +208,7 @@ def restore(
 
 def restore_model(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
     """Fill the model from a checkpoint, whose other tensors are not read; collective. See :func:`restore`."""
-    together(lambda: check_base(path, manifest, model))
+    require_base(path, manifest, model)
     tensors = model_tensors(model)
     saved = {name: entry for name, entry in manifest.tensors.items() if name in tensors or name.startswith("model.")}
     together(lambda: check_tensors(path, dataclasses.replace(manifest, tensors=saved), tensors))

@@ -136,6 +136,11 @@ def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | N
     """
     digest, base = manifest.model.get("base"), given or manifest.model.get("weights")
     if digest is None:
+        if "frozen" in manifest.model:
+            raise UserError(
+                f"checkpoint {path} does not contain the weights in 4 bits that its adapters were trained with, and "
+                f"does not say where they are: leave out --merge, which exports the adapters alone"
+            )
         if given is not None:
             raise UserError(f"--base {given}: checkpoint {path} contains all weights itself: leave it out")
         return None

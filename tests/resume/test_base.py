@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import smp
@@ -15,6 +16,7 @@ from smp.checkpoint import base
 from smp.checkpoint.manifest import read_manifest
 from smp.errors import UserError
 from smp.models import full_digest
+from smp.models.added import Encoded, encode_parameter
 from smp.models.full_digest import FullDigest
 from tests.distributed import run_distributed
 from tests.job import run_job
@@ -22,9 +24,9 @@ from tests.resume.test_lora_job import flags
 from tests.unit.test_full_digest import edit
 
 
-def build():
+def build(seed=0):
     """A model of more bytes than are sampled."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=8192, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
                     max_position_embeddings=64)
@@ -66,6 +68,30 @@ def test_a_script_is_refused_weights_that_were_edited(tmp_path):
     kept = mock.patch.object(full_digest, "cache_folder", lambda name: tmp_path / name)
     with by_hand, kept:
         run_distributed(check, tmp_path / "weights", world_size=1)
+
+
+def of_no_files(seed, folder):
+    """A checkpointer of a model whose frozen weights are in another form, as those in 4 bits are."""
+    model = smp.parallelize(smp.lora(build(seed), 2))
+    name = "model.layers.0.mlp.up_proj.weight"
+    encode_parameter(model, name, Encoded("x", (64, 64), torch.Tensor.float, torch.Tensor.float))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return smp.Checkpointer(folder, model, optimizer)
+
+
+def check_of_no_files(folder):
+    smp.init()
+    checkpoints = of_no_files(0, folder)
+    assert bool(checkpoints.load()) == (dist.get_world_size() == 2)  # of one process
+    path = checkpoints.save(dist.get_world_size())
+    assert not any("up_proj.weight" in name or "embed" in name for name in read_manifest(path).tensors)
+    with pytest.raises(UserError, match="steps was made with other frozen weights than the model has"):
+        of_no_files(1, folder).load()
+
+
+def test_frozen_weights_of_no_files_are_compared_too(tmp_path):
+    for world_size in (1, 2):
+        run_distributed(check_of_no_files, tmp_path, world_size=world_size)
 
 
 @pytest.mark.full
