@@ -68,8 +68,8 @@ def _check_files(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Mo
     base, theirs = base_of(model), manifest.model.get("base")
     if base is None and theirs is not None and left_out(model) and dist.get_rank() == 0:
         logger.warning(
-            "Checkpoint %s was made with the pretrained weights of %s, and does not contain them: the model's were read "
-            "from no files, and are not compared.", path, manifest.model.get("weights"),
+            "Checkpoint %s was made with the pretrained weights of %s and does not contain them: the model's are of no "
+            "files, and are not compared.", path, manifest.model.get("weights"),
         )  # fmt: skip
     if base is None or theirs is None:
         return
