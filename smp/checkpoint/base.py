@@ -71,10 +71,10 @@ def _check_files(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Mo
             "Checkpoint %s was made with the pretrained weights of %s and does not contain them: the model's are of no "
             "files, and are not compared.", path, manifest.model.get("weights"),
         )  # fmt: skip
-    if base is None or theirs is None:
+    if base is None:
         return
     base.full.expected = manifest.model.get("base_full")
-    if base.digest != theirs or base.full.differs:
+    if theirs is not None and (base.digest != theirs or base.full.differs):
         raise UserError(f"checkpoint {path} was made with other pretrained weights than {base.weights}, which it does "
                         f"not contain: start with those it was made with")  # fmt: skip
 
@@ -161,6 +161,6 @@ def warn_unless_compared(model: nn.Module) -> None:
     base = base_of(model)
     if base is not None and dist.get_rank() == 0 and not base.full.is_compared:
         logger.warning(
-            "%s has not been compared in full with the weights that the checkpoint was made with: reading it takes "
-            "longer than this run.", base.weights,
+            "%s has not been compared in full with the weights that the checkpoint was made with: the run ended before "
+            "all of it was read, or it was changed meanwhile.", base.weights,
         )  # fmt: skip

@@ -107,11 +107,10 @@ def _problem_of_base(manifest: Manifest) -> str | None:
     if manifest.model.get("base") is None or (weights := weights_at(named)) is None:
         return None
     try:
-        return (
-            None if is_base_of(manifest, weights) else f"was made with other pretrained weights than {named} contains"
-        )
+        same = is_base_of(manifest, weights)
     except (UserError, OSError) as error:
         return f"its pretrained weights cannot be read: {error}"
+    return None if same else f"was made with other pretrained weights than {named} contains"
 
 
 def run(options: argparse.Namespace) -> int:

@@ -198,7 +198,7 @@ class DataPipeline:
 
     @property
     def keys(self) -> Tensor:
-        """Return a hash of the tokens and labels of each of them, in the order in which they are packed, int64."""
+        """Return a hash of the tokens and labels of each conversation or pair, in the order of packing."""
         return torch.from_numpy(cast(PackedSamples, self._microbatches.source).keys)
 
     def attach(self, reference: Tensor) -> None:
