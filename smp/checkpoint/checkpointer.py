@@ -16,6 +16,7 @@ from torch import nn
 
 from smp.checkpoint.at_exit import finish_at_exit, finished
 from smp.checkpoint.background import HostCopies, PendingWrite, to_host
+from smp.checkpoint.base import begin_digest, with_base
 from smp.checkpoint.fetch import asking, asking_together, locate
 from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
 from smp.checkpoint.lock import bring_back, own
@@ -36,7 +37,6 @@ from smp.checkpoint.state import (
     require_known,
     settings_of,
     state_tensors,
-    with_base,
 )
 from smp.checkpoint.storage import Storage, storage_at
 from smp.checkpoint.tagged_json import decode, encode
@@ -117,6 +117,7 @@ class Checkpointer:
         self.writing: PendingWrite | None = None
         self.step: int | None = None
         together(lambda: self._prepare(make=not isinstance(directory, Storage)))
+        begin_digest(self._model)
         # The update waits for the copy of what it is about to change.
         optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
 
@@ -184,9 +185,11 @@ class Checkpointer:
             verify: read every file back before it is published.
 
         Raises:
+            UserError: the frozen weights are others than those of the checkpoint resumed from; nothing is written.
             RunError: a rank could not write; nothing is published.
         """
         self.publish()
+        begin_digest(self._model)  # of weights that came after this was made
         manifest = dataclasses.replace(manifest, kind=self.storage.kind, model=with_base(manifest.model, self._model))
         temporary = self.storage.begin(checkpoint_name(self.name, manifest.step))
         snapshot = self._snapshot(state_tensors(self._model, self._optimizer))

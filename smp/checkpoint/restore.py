@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, zeros
 
+from smp.checkpoint.base import require_base
 from smp.checkpoint.fetch import fetch, gathered, verify_together
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import CheckpointReader
@@ -35,7 +36,6 @@ from smp.delayed_init import local_part
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
 from smp.log import get_logger
-from smp.models.added import base_of
 
 logger = get_logger(__name__)
 
@@ -72,14 +72,6 @@ def check_architecture(path: Path | RemoteCheckpoint, saved: dict[str, Any], hf_
         raise UserError(
             f"checkpoint {path} is of another model: {'; '.join(differences)}; resume with the model it was made with"
         )
-
-
-def check_base(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
-    """Raise a UserError for a checkpoint without the frozen parameters that was made with others than the model has."""
-    base, theirs = base_of(model), manifest.model.get("base")
-    if base is not None and theirs is not None and base.digest != theirs:
-        raise UserError(f"checkpoint {path} was made with other pretrained weights than {base.weights}, which it does "
-                        f"not contain: start with those it was made with")  # fmt: skip
 
 
 def is_script(run: dict[str, Any]) -> bool:
@@ -200,7 +192,7 @@ def restore(
     model = plain(model)
     run = manifest.run if is_script(manifest.run) else {"optimizer": None, "extra_states": {}}
     settings = run["optimizer"]
-    together(lambda: check_base(path, manifest, model))
+    require_base(path, manifest, model)
     together(lambda: check_optimizer(model, optimizer, settings))
     state = together(lambda: allocate(model, optimizer, manifest, adamw=settings is None))
     tensors = together(lambda: state_tensors(model, optimizer, state))
@@ -216,7 +208,7 @@ def restore(
 
 def restore_model(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
     """Fill the model from a checkpoint, whose other tensors are not read; collective. See :func:`restore`."""
-    together(lambda: check_base(path, manifest, model))
+    require_base(path, manifest, model)
     tensors = model_tensors(model)
     saved = {name: entry for name, entry in manifest.tensors.items() if name in tensors or name.startswith("model.")}
     together(lambda: check_tensors(path, dataclasses.replace(manifest, tensors=saved), tensors))

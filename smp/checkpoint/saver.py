@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.checkpoint.background import HostCopies
+from smp.checkpoint.base import is_other_base, refuse_other_base, warn_unless_compared
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.config import CheckpointConfig
 from smp.checkpoint.disk_forecast import forecast, state_bytes
@@ -129,13 +130,19 @@ class Saver:
         self._started = time.perf_counter()
 
     def flags(self) -> dict[str, bool]:
-        """Return the state of this rank's background write and uploads, to be counted over all ranks."""
+        """Return the state of what is done in this rank's background, to be counted over all ranks."""
         write = self._writing.checkpointer.writing if self._writing else None
         return {
             "save_ended": write is not None and write.ended,
             "save_failed": write is not None and write.failure is not None,
             "upload_ended": any(mirror.waited_for for mirror in self._mirrors),
+            "other_base": is_other_base(self._model),
         }
+
+    def require_base(self, counts: dict[str, int]) -> None:
+        """Raise a UserError where a rank has found other frozen weights than the checkpoint's; by the counts."""
+        if counts["other_base"]:
+            refuse_other_base(self._model)
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint follows ``step``, the number of updates done."""
@@ -209,6 +216,7 @@ class Saver:
                 with contextlib.suppress(RunError):
                     mirror.finish(progress)
             raise
+        warn_unless_compared(self._model)
         failures = []
         for checkpointer in (t.checkpointer for t in self._targets if t.checkpointer.storage.mirror is not None):
             try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from smp.checkpoint.base import NF4, is_base_of, weights_at
 from smp.checkpoint.lora_merge import Read, merging, reader_of, stored
 from smp.checkpoint.manifest import Manifest, TensorEntry
 from smp.cli.output import shown
@@ -18,12 +19,11 @@ from smp.json_input import strict_json
 from smp.models.added import AddedParameter, Apart
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
-from smp.models.weight_files import ADAPTER_CONFIG, digest_of
+from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora import WEIGHTS, Adapter, Config, linear_layers
 
 MODEL = "model."
-_NF4 = "nf4-"  # begins the digest of weights that were quantised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ def adapter_of(path: Path | str, manifest: Manifest) -> SavedAdapter | None:
             f"checkpoint {path} does not say how its adapters are scaled ({error}): resume it, and the run exports "
             f"them when it ends"
         ) from error
-    return SavedAdapter(path, text, scale, factors, str(manifest.model.get("base")).startswith(_NF4))
+    return SavedAdapter(path, text, scale, factors, str(manifest.model.get("base")).startswith(NF4))
 
 
 def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | None:
@@ -136,14 +136,18 @@ def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | N
     """
     digest, base = manifest.model.get("base"), given or manifest.model.get("weights")
     if digest is None:
+        if "frozen" in manifest.model:
+            raise UserError(
+                f"checkpoint {path} does not contain the weights in 4 bits that its adapters were trained with, and "
+                f"does not say where they are: leave out --merge, which exports the adapters alone"
+            )
         if given is not None:
             raise UserError(f"--base {given}: checkpoint {path} contains all weights itself: leave it out")
         return None
-    if not isinstance(base, str) or not Path(base).expanduser().exists():
+    if (weights := weights_at(base)) is None:
         where = "" if base is None else f" at {shown(base)}"
         raise UserError(f"the base model of checkpoint {path} is not there{where}: give its directory by --base DIR")
-    weights = Path(base).expanduser()
-    if digest_of(weights) != str(digest).removeprefix(_NF4):
+    if not is_base_of(manifest, weights):
         raise UserError(
             f"checkpoint {path} was made with other pretrained weights than {base} contains: give those by --base DIR"
         )

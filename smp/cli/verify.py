@@ -1,7 +1,8 @@
 """Check that checkpoints are as they were written: names, sizes and digests of all files, that the files contain the
-tensors which the manifest lists, and that these cover every parameter.
+tensors which the manifest lists, and that these cover every parameter; of adapters, that the pretrained weights beside
+which they were trained, where these are still there, are the same.
 
-Exit status 0: all are valid; 1: at least one is damaged or has no manifest; 2: nothing to check.
+Exit status 0: all are valid; 1: at least one is damaged, has no manifest or other weights; 2: nothing to check.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from smp.checkpoint.base import is_base_of, weights_at
 from smp.checkpoint.manifest import Manifest
 from smp.cli.checkpoints import GivenCheckpoint, find
 from smp.cli.output import progress, shown
@@ -93,7 +95,22 @@ def _report(checkpoint: GivenCheckpoint, *, content: bool) -> bool:
     size = f"{len(manifest.files)} files, {readable(manifest.nbytes)}"
     state = f"valid ({size}, {seconds:.1f} s)" if content else f"complete ({size}; sizes only)"
     print(f"{shown(checkpoint.name)}: {state}")
+    if content and (other := _problem_of_base(manifest)):
+        print(f"  {shown(other, 400)}")
+        return False
     return True
+
+
+def _problem_of_base(manifest: Manifest) -> str | None:
+    """Say why the pretrained weights that a checkpoint names are not its own; None if they are, or are elsewhere."""
+    named = manifest.model.get("weights")
+    if manifest.model.get("base") is None or (weights := weights_at(named)) is None:
+        return None
+    try:
+        same = is_base_of(manifest, weights)
+    except (UserError, OSError) as error:
+        return f"its pretrained weights cannot be read: {error}"
+    return None if same else f"was made with other pretrained weights than {named} contains"
 
 
 def run(options: argparse.Namespace) -> int:

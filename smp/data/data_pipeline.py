@@ -158,12 +158,14 @@ class DataPipeline:
     Attributes:
         samples_per_epoch: rows of the data; stream position g is in epoch ``g // samples_per_epoch``.
         fingerprint: changes with the data's files and their cutting into samples; a resumed run reports a change.
+        digest: changes with the data's rows and their order; likewise.
     """
 
     def __init__(self, source: RowSource, collate: Collator, batch: BatchShape, *, shuffle: bool, workers: int):
         self.samples_per_epoch = len(source)
         identity = f"{source.fingerprint} {batch.sequence_length} {collate.document_end}"
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:20]
+        self.digest = source.digest
         self._microbatches, self._batch = _Microbatches(source, collate), batch
         self._shuffle, self._workers, self._start = shuffle, workers, 0
         self._steps: Iterator[StepBatch] | None = None
@@ -193,6 +195,11 @@ class DataPipeline:
     def end(self) -> int | None:
         """Return the token that ends what is trained on of conversations or pairs, where it is known."""
         return cast(PackedSamples, self._microbatches.source).end
+
+    @property
+    def keys(self) -> Tensor:
+        """Return a hash of the tokens and labels of each conversation or pair, in the order of packing."""
+        return torch.from_numpy(cast(PackedSamples, self._microbatches.source).keys)
 
     def attach(self, reference: Tensor) -> None:
         """Let the micro-batches from the next iteration on have the ``reference`` of their pairs, ``(pairs, 2)``."""

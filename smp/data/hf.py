@@ -6,6 +6,7 @@ token files.
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import numpy as np
 from smp.data.packing import BLOCK, WindowRows
 from smp.data.rows import COLUMNS, Reader, is_unread
 from smp.data.storage import ARROW, CSV, DataFile, filesystem_of, list_files, open_file, reading
-from smp.data.token_cache import IGNORED, Columns, digest_of, recorded
+from smp.data.token_cache import IGNORED, Columns, RowsDigest, digest_of, recorded
 from smp.errors import UserError, a_type, first_line
 from smp.json_input import MAX_JSON, strict_json
 
@@ -170,7 +171,7 @@ def open_mapped(
 ) -> MappedRows | None:
     """Memory map local Arrow files with ids; None where some row is not as it could be trained on.
 
-    The vocabulary that a file needs is computed once and kept in the cache folder.
+    The vocabulary that a file needs and the digest of its rows are computed once and kept in the cache folder.
     """
     datasets = import_datasets()
     stores: list[Columns] = []
@@ -181,11 +182,11 @@ def open_mapped(
         found = [columns for batch in batches if (columns := _columns(batch)) is not None]
         if len(found) < len(batches):
             return None
-        key = ["vocabulary", file.url, file.size, file.stamp]
-        needed = recorded(cache_dir, file.name, key, lambda found=found: max(map(_vocabulary, found), default=0))  # type: ignore[misc]
+        key = ["vocabulary and digest", file.url, file.size, file.stamp]
+        needed, digest = recorded(cache_dir, file.name, key, lambda found=found: _vocabulary_and_digest(found))  # type: ignore[misc]
         if needed > vocab_size:
             return None
-        stores += found
+        stores += (dataclasses.replace(columns, digest=digest) for columns in found)
         firsts = np.cumsum([0, *map(len, batches)]).tolist()[: len(batches)]
         origins += [(file.url, first) for first in firsts]
     identity = digest_of("hf", sequence_length, [file.identity for file in files])
@@ -208,15 +209,28 @@ def _columns(batch: Any) -> Columns | None:
     return Columns(values["input_ids"], offsets, values.get("attention_mask"), values.get("labels"))
 
 
-def _vocabulary(rows: Columns) -> int:
+def _vocabulary_and_digest(batches: list[Columns]) -> tuple[int, str]:
+    """Return :func:`_vocabulary` and the digest of all rows, which are read once."""
+    digest, needed = RowsDigest(), 0
+    for rows in batches:
+        digest.add("lengths", np.diff(rows.offsets))
+        needed = max(needed, _vocabulary(rows, digest))
+    return needed, digest.hexdigest()
+
+
+def _vocabulary(rows: Columns, digest: RowsDigest) -> int:
     """Return the size of the smallest vocabulary with the ids and labels, in bounded memory.
 
-    ``NO_VOCABULARY`` if they are negative, or a mask holds others than 0 and 1.
+    ``NO_VOCABULARY`` if they are negative, or a mask holds others than 0 and 1: such rows are not mapped.
+
+    Args:
+        digest: is given what is read.
     """
     needed = 0
-    for values in (rows.tokens, rows.labels, rows.mask):
+    for name, values in (("tokens", rows.tokens), ("labels", rows.labels), ("mask", rows.mask)):
         for start in range(0, 0 if values is None else len(values), BLOCK):
             block = values[start : start + BLOCK]  # type: ignore[index]
+            digest.add(name, block)
             counted = block[block != IGNORED] if values is rows.labels else block
             highest = int(counted.max(initial=0))
             if counted.min(initial=0) < 0 or (values is rows.mask and highest > 1):

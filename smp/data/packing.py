@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from smp.data.token_cache import IGNORED, Columns
+from smp.data.token_cache import IGNORED, Columns, digest_of
 from smp.errors import UserError
 from smp.microbatch import Microbatch
 
@@ -33,9 +33,15 @@ class Row(NamedTuple):
 
 
 class RowSource(Protocol):
-    """Rows by number, and a fingerprint that changes with the names, sizes and order of their files."""
+    """Rows by number.
+
+    Attributes:
+        fingerprint: changes with the names, sizes and order of their files, and with their cutting.
+        digest: changes with the rows and their order, before the cutting.
+    """
 
     fingerprint: str
+    digest: str
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -59,6 +65,7 @@ class WindowRows:
         origins: Sequence[tuple[str, int]] = (),
     ):
         self.stores, self.sequence_length, self.fingerprint = stores, sequence_length, fingerprint
+        self.digest = digest_of(*(store.digest for store in stores))
         self._origins = origins
         windows = [-(-np.diff(store.offsets) // sequence_length) for store in stores]
         self._first_window = np.concatenate([[0], *windows]).cumsum()  # of each row, over all stores
@@ -114,6 +121,7 @@ class PackedRows:
 
     def __init__(self, stores: Sequence[Columns], sequence_length: int, fingerprint: str):
         self.stores, self.sequence_length, self.fingerprint = stores, sequence_length, fingerprint
+        self.digest = digest_of(*(store.digest for store in stores))
         self._first_token = np.cumsum([0, *(len(store.tokens) for store in stores)])
 
     def __len__(self) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 
 import numpy as np
+import xxhash
 
 from smp.data.best_fit import best_fit
 from smp.data.config import Overlong
@@ -103,6 +105,7 @@ class PackedSamples:
         members, self._offsets = best_fit(self._lengths[chosen], sequence_length)
         self._members = chosen[members]
         self.fingerprint = digest_of(fingerprint, sequence_length, dataclasses.astuple(choice))
+        self.digest = digest_of(*(store.digest for store in stores))
         tokens, count = int(self._lengths[chosen].sum()), len(self)
         cut = f", {len(long)} {'cut' if choice.overlong == 'cut' else 'left out'} as too long" if len(long) else ""
         left_out = f", {idle} left out as nothing of them is trained on" if idle else ""
@@ -128,6 +131,18 @@ class PackedSamples:
         """Return the places of the samples of sequences, in the order in which all are packed, (k,) int64."""
         parts = [np.arange(*self._offsets[index : index + 2]) for index in indices]
         return np.concatenate([np.arange(0), *parts])
+
+    @functools.cached_property
+    def keys(self) -> np.ndarray:
+        """Hash the tokens and labels of each sample, in the order in which all are packed, (k,) int64."""
+
+        def key(sample: int) -> int:
+            columns = (column.astype(np.int32) for document in self.documents(sample) for column in document)
+            return xxhash.xxh3_64_intdigest(
+                b"".join(len(each).to_bytes(8, "little") + each.tobytes() for each in columns)
+            )
+
+        return np.array([key(sample) for sample in self._members.tolist()], np.uint64).view(np.int64)
 
     def rows(self, indices: np.ndarray) -> list[Row]:
         """Return sequences by number, with the length of each sample in them."""

@@ -34,6 +34,11 @@ NO_DATA_NAMES = (
 )  # fmt: skip
 # Files that describe a dataset; `datasets` leaves them out too.
 DESCRIPTIONS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+# What file systems of fsspec call times and tags of an object's content.
+STAMPS = (
+    "mtime", "modified", "lastmodified", "modificationtime", "created", "updated", "generation", "etag", "blobid",
+    "contentmd5",
+)  # fmt: skip
 MOST_NAMED = 5
 MOST_FOLDERS_SEARCHED = 50
 log = logging.getLogger("smp.data")
@@ -46,7 +51,8 @@ class DataFile:
     Attributes:
         url: what to open; for a local file its absolute path.
         size: bytes, compressed.
-        stamp: time of its last change or its tag, from the file system.
+        stamp: changes with the content: of a local file the times of its last change, of which the user cannot set
+            ``ctime``; of others the times and tags that their file system gives.
     """
 
     url: str
@@ -264,10 +270,11 @@ def _refuse_twins(path: str, files: list[DataFile]) -> None:
 def _describe(fs: Any, inner: str) -> DataFile:
     if _is_local(fs):
         _refuse_broken_link(inner)
+        status = os.stat(inner)
+        return DataFile(url=inner, size=status.st_size, stamp=f"{status.st_mtime_ns} {status.st_ctime_ns}")
     info = fs.info(inner)
-    stamp = next((info[key] for key in ("mtime", "LastModified", "ETag", "created", "updated") if key in info), None)
-    url = inner if _is_local(fs) else fs.unstrip_protocol(inner)
-    return DataFile(url=url, size=int(info["size"] or 0), stamp=str(stamp))
+    stamp = " ".join(str(info[key]) for key in sorted(info) if re.sub("[-_]", "", key).lower() in STAMPS)
+    return DataFile(url=fs.unstrip_protocol(inner), size=int(info["size"] or 0), stamp=stamp)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class SyntheticRows:
     def __init__(self, samples: int, sequence_length: int, *, vocab_size: int, seed: int, stream: str):
         self.samples, self.sequence_length, self.vocab_size = samples, sequence_length, vocab_size
         self._key = np.random.SeedSequence([seed, *stream.encode()]).generate_state(1, np.uint64)
-        self.fingerprint = f"synthetic-{stream}-{seed}-{samples}x{sequence_length}-{vocab_size}"
+        self.fingerprint = self.digest = f"synthetic-{stream}-{seed}-{samples}x{sequence_length}-{vocab_size}"
 
     def __len__(self) -> int:
         return self.samples

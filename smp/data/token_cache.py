@@ -6,7 +6,7 @@ A token file is a folder::
     rows.bin     int64, rows + 1 offsets into tokens.bin
     mask.bin     uint8 for each token, 1 where it is text; absent when every token is
     labels.bin   int32 for each token; absent when labels are the tokens
-    meta.json    counts, number format, highest id, label and mask
+    meta.json    counts, number format, highest id, label and mask, digest of the rows
 
 It is written beside its final name, flushed to disk and renamed, so a folder of that name is complete.
 """
@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 
 from smp.data.progress import SECONDS_BETWEEN_LINES
 from smp.environment import cache_folder, read_launch
@@ -50,12 +51,14 @@ class Columns:
         tokens: (n,) ids. offsets: (rows + 1,) int64, where each row begins and the last one ends.
         mask: (n,) 1 where a token is text, or None where all are.
         labels: (n,) integers, or None where they are the tokens.
+        digest: of all of them, made in the pass that read them first.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     mask: np.ndarray | None
     labels: np.ndarray | None
+    digest: str = dataclasses.field(default="", kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +97,14 @@ class TokenFile(Columns):
         besides = [len(part) for part in (mask, labels) if part is not None]
         if not len(rows) or rows[0] != 0 or rows[-1] > len(tokens) or besides != [len(tokens)] * len(besides):
             raise ValueError(f"{folder} has rows that are not its tokens")
-        # Files with labels or masks of earlier versions lack the keys, and are built again.
+        # Files of earlier versions lack keys, and are built again.
         highest_label = int(meta["highest_label"]) if labels is not None else 0
         if mask is not None and meta["highest_mask"] > 1:
             raise ValueError(f"{folder} has a mask of other numbers than 0 and 1")
-        return cls(tokens, rows, mask, labels, folder=folder, highest=int(meta["highest"]), highest_label=highest_label)
+        return cls(
+            tokens, rows, mask, labels, folder=folder, highest=int(meta["highest"]), highest_label=highest_label,
+            digest=str(meta["digest"]),
+        )  # fmt: skip
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
         return TokenFile.open, (self.folder,)
@@ -113,6 +119,22 @@ def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     return mapped.view(dtype)
 
 
+class RowsDigest:
+    """Digest of rows that come in parts: of each column's bytes, however they are cut."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Any] = {}
+
+    def add(self, column: str, content: bytes | np.ndarray) -> None:
+        """Take the next bytes of a column."""
+        data = np.ascontiguousarray(content) if isinstance(content, np.ndarray) else content
+        self._columns.setdefault(column, xxhash.xxh3_128()).update(data)
+
+    def hexdigest(self) -> str:
+        """Return the digest of what has come so far."""
+        return digest_of({name: column.hexdigest() for name, column in sorted(self._columns.items())})
+
+
 class TokenWriter:
     """Writes a token file row by row, in bounded memory.
 
@@ -124,9 +146,9 @@ class TokenWriter:
     def __init__(self, folder: Path, dtype: str):
         self.folder, self.dtype = folder, dtype
         self._parts = {part: open(folder / f"{part}.bin", "wb") for part in ("tokens", "rows")}  # noqa: SIM115
-        self._count, self._rows = 0, 0
+        self._count, self._rows, self._digest = 0, 0, RowsDigest()
         self._highest = {"highest": 0, "highest_label": 0, "highest_mask": 0}
-        self._parts["rows"].write(np.zeros(1, np.int64).tobytes())
+        self._write("rows", np.zeros(1, np.int64).tobytes())
 
     def add(
         self,
@@ -146,24 +168,28 @@ class TokenWriter:
         """
         for part, values in (("mask", mask), ("labels", labels)):
             if values is not None or part in self._parts:
-                self._optional(part).write(_column(part, ids, values))
-        self._parts["tokens"].write(ids.astype(self.dtype).tobytes())
-        self._parts["rows"].write((self._count + np.asarray(ends, np.int64)).tobytes())
+                self._begin(part)
+                self._write(part, _column(part, ids, values))
+        self._write("tokens", ids.astype(self.dtype).tobytes())
+        self._write("rows", (self._count + np.asarray(ends, np.int64)).tobytes())
         self._count += len(ids)
         self._rows += len(ends)
         for name, values in (("highest", ids), ("highest_label", labels), ("highest_mask", mask)):
             if values is not None:
                 self._highest[name] = max(self._highest[name], int(values.max(initial=0)))
 
-    def _optional(self, part: str) -> Any:
-        """Return the file of a column that most data lacks; when it is new, write its default for all earlier rows."""
+    def _write(self, part: str, content: bytes) -> None:
+        self._parts[part].write(content)
+        self._digest.add(part, content)
+
+    def _begin(self, part: str) -> None:
+        """Open the file of a column that most data lacks; when it is new, write its default for all earlier rows."""
         if part not in self._parts:
             self._parts["tokens"].flush()
             self._parts[part] = open(self.folder / f"{part}.bin", "wb")  # noqa: SIM115
             with open(self.folder / "tokens.bin", "rb") as written:
                 while block := written.read(1 << 22):
-                    self._parts[part].write(_column(part, np.frombuffer(block, self.dtype), None))
-        return self._parts[part]
+                    self._write(part, _column(part, np.frombuffer(block, self.dtype), None))
 
     @property
     def rows(self) -> int:
@@ -173,7 +199,8 @@ class TokenWriter:
     def close(self) -> None:
         """Flush every part to disk and write ``meta.json``."""
         counts = dict.fromkeys(self._parts, self._count) | {"rows": self._rows + 1}
-        (self.folder / "meta.json").write_text(json.dumps({"dtype": self.dtype, "counts": counts, **self._highest}))
+        meta = {"dtype": self.dtype, "counts": counts, "digest": self._digest.hexdigest(), **self._highest}
+        (self.folder / "meta.json").write_text(json.dumps(meta))
         for handle in self._parts.values():
             handle.flush()
             os.fsync(handle.fileno())

@@ -35,7 +35,7 @@ def check_plan(ctx: CheckContext) -> None:
     ctx.measure("model", data)
     pipelines = {"training": job.train_data, "validation": job.validation_data}
     samples = {
-        name: f"{pipeline.samples_per_epoch} samples ({pipeline.fingerprint})"
+        name: f"{pipeline.samples_per_epoch} samples ({pipeline.fingerprint}, {pipeline.digest})"
         for name, pipeline in pipelines.items()
         if pipeline is not None
     }

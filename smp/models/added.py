@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from smp.models.full_digest import FullDigest
 from smp.models.init_rules import InitRule
 from smp.models.weight_files import digest_of
 
@@ -81,8 +82,9 @@ class Base(NamedTuple):
     """Parameters that checkpoints and exports leave out: they are as the pretrained weights have them."""
 
     names: frozenset[str]
-    digest: str
+    digest: str  # of samples of the weights' bytes
     weights: str  # path, for messages
+    full: FullDigest
 
 
 def add_parameters(model: nn.Module, parameters: Iterable[AddedParameter], *, freezes: bool) -> None:
@@ -130,7 +132,8 @@ def leave_out_frozen(model: nn.Module, weights: pathlib.Path) -> None:
     """Let checkpoints and exports leave out what is frozen, as it was loaded from ``weights``."""
     if is_frozen(model):
         kinds = sorted({f"{each.kind}-" for each in encoded_parameters(model).values()})
-        setattr(model, _BASE, Base(getattr(model, _FROZEN), "".join([*kinds, digest_of(weights)]), str(weights)))
+        digest = "".join([*kinds, digest_of(weights)])
+        setattr(model, _BASE, Base(getattr(model, _FROZEN), digest, str(weights), FullDigest(weights)))
 
 
 def left_out(model: nn.Module) -> frozenset[str]:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+from smp.checkpoint.base import begin_digest, digest_together, warn_unless_compared
 from smp.checkpoint.layout import LATEST
 from smp.checkpoint.local import common_start, refuse_other_kinds
 from smp.checkpoint.remote import RemoteCheckpoint
@@ -20,7 +21,7 @@ from smp.parallel.parallelize import prepare_model
 from smp.runtime import process_group
 from smp.train.checked_job import CheckedJob, planned_batch
 from smp.train.metrics import json_line, validation_record
-from smp.train.reference import expect_references, give_references
+from smp.train.reference import attach_references, expect_references, give_references
 from smp.train.start import (
     locate_wanted,
     named_checkpoint,
@@ -66,14 +67,18 @@ def evaluate(job: CheckedJob, guard: Guard) -> int:
             if start.checkpoint is not None and start.saved is not None:
                 together(functools.partial(expect_references, job, start, model))
                 restore_model(start.checkpoint, start.saved, model)
+                together(functools.partial(attach_references, job, start, model))
 
         start = search.fill(start, fill)
+        begin_digest(model)
         if start.checkpoint is not None:
             give_references(job, model, setup, enter=guard.enter)
         guard.enter("validation")
         result = validate(job, model, setup, enter=guard.enter)
         if not result.tokens:
             raise UserError(f"{config.data.test_dir} contains no token that follows another: nothing to evaluate on")
+        digest_together(model)
+        warn_unless_compared(model)
         if launch.is_main:
             _report(job, start, result)
         job.close()

@@ -27,14 +27,26 @@ from smp.train.preference import Config, PairLoss
 logger = get_logger("train")
 
 
-def _name(data: DataPipeline) -> str:
-    return f"{OF_DATA}reference.{data.fingerprint}"
+_REFERENCE, _PAIRS = f"{OF_DATA}reference", f"{OF_DATA}pairs"
+
+
+def _by_order(data: DataPipeline) -> str:
+    """Return the name under which checkpoints of earlier versions have the reference, in the order of the pairs."""
+    return f"{_REFERENCE}.{data.fingerprint}"
 
 
 def _data(job: CheckedJob) -> dict[str, DataPipeline]:
     """Return the data that needs references, by what it is called in messages."""
     validation = {"validation data": job.validation_data} if job.validation_data is not None else {}
     return validation if job.config.data.evaluate_only else {"training data": job.train_data, **validation}
+
+
+def _refusal(job: CheckedJob, start: Candidate, what: str) -> UserError:
+    anew = "" if job.config.data.evaluate_only else ", or begin another from it with --reset_progress 1"
+    return UserError(
+        f"checkpoint {start.checkpoint} has no reference of {what}, which --dpo 1 computes before the first step: take "
+        f"the data and its settings from the run that wrote it{anew}"
+    )
 
 
 def expect_references(job: CheckedJob, start: Candidate, model: nn.Module) -> None:
@@ -50,14 +62,45 @@ def expect_references(job: CheckedJob, start: Candidate, model: nn.Module) -> No
         for name, entry in start.saved.tensors.items()
         if name.startswith(OF_DATA)
     }
-    anew = "" if job.config.data.evaluate_only else ", or begin another from it with --reset_progress 1"
     for what, data in _data(job).items():
-        if _name(data) not in found:
-            raise UserError(
-                f"checkpoint {start.checkpoint} has no reference of this {what}, which --dpo 1 computes before the "
-                f"first step: take the data and its settings from the run that wrote it{anew}"
-            )
+        if _PAIRS not in found and _by_order(data) not in found:
+            raise _refusal(job, start, f"this {what}")
     set_tensors_of_data(model, found)
+
+
+def attach_references(job: CheckedJob, start: Candidate, model: nn.Module) -> None:
+    """Give the pairs of the data the references that a checkpoint has filled, by their tokens.
+
+    Raises:
+        UserError: it has none of a pair.
+    """
+    if not (found := tensors_of_data(model)):
+        return
+    if _PAIRS not in found:
+        logger.warning(
+            "Checkpoint %s is of an earlier version, and has references by the order of the pairs alone: if that has "
+            "changed since, they go to other pairs.", start.checkpoint,
+        )  # fmt: skip
+        _keep(model, [(data, found[_by_order(data)]) for data in _data(job).values()])
+    for what, data in _data(job).items():
+        if missing := _attach(data, tensors_of_data(model)):
+            raise _refusal(job, start, f"{missing} of the {data.samples} pairs of this {what}")
+
+
+def _keep(model: nn.Module, references: list[tuple[DataPipeline, torch.Tensor]]) -> None:
+    """Let checkpoints have the references of all pairs, and what they are of."""
+    pairs, found = zip(*((data.keys, reference) for data, reference in references), strict=True)
+    set_tensors_of_data(model, {_PAIRS: torch.cat(pairs), _REFERENCE: torch.cat(found)})
+
+
+def _attach(data: DataPipeline, tensors: dict[str, torch.Tensor]) -> int:
+    """Give each pair the first reference of its tokens; returns how many have none, and then gives none."""
+    pairs, order = tensors[_PAIRS].sort(stable=True)
+    at = torch.searchsorted(pairs, data.keys).clamp(max=len(pairs) - 1)
+    if missing := int((pairs[at] != data.keys).sum()):
+        return missing
+    data.attach(tensors[_REFERENCE][order[at]])
+    return 0
 
 
 def give_references(job: CheckedJob, model: nn.Module, setup: Setup, *, enter: Callable[[str], None]) -> None:
@@ -66,16 +109,15 @@ def give_references(job: CheckedJob, model: nn.Module, setup: Setup, *, enter: C
     Args:
         enter: called after each batch, for the watchdog.
     """
-    if not setup.settings[Config].keeps_reference(setup.settings[lora.Config]):
+    if not setup.settings[Config].keeps_reference(setup.settings[lora.Config]) or tensors_of_data(model):
         return
-    if not tensors_of_data(model):
-        found = {}
-        for what, data in _data(job).items():
-            logger.info("Computing the reference of %d pairs of the %s, once", data.samples, what)
-            found[_name(data)] = compute_reference(data, model, setup, job.device, enter=enter)
-        set_tensors_of_data(model, found)
-    for data in _data(job).values():
-        data.attach(tensors_of_data(model)[_name(data)])
+    found = []
+    for what, data in _data(job).items():
+        logger.info("Computing the reference of %d pairs of the %s, once", data.samples, what)
+        found.append((data, compute_reference(data, model, setup, job.device, enter=enter)))
+    _keep(model, found)
+    for data, _ in found:
+        _attach(data, tensors_of_data(model))
 
 
 @torch.no_grad()

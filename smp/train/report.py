@@ -96,6 +96,11 @@ def announce(job: CheckedJob, start: Start, model: nn.Module) -> None:
             )  # fmt: skip
         for change in changes_since(start.saved.run if start.saved else {}, job, start):
             logger.warning("Changed since the checkpoint: %s", change)
+        if start.saved is not None and "data" in start.saved.run and "rows" not in start.saved.run:
+            logger.warning(
+                "The checkpoint is of an earlier version, and has the names and sizes of the data's files alone: "
+                "whether their rows have changed, or are in another order, is not checked."
+            )
 
 
 def _warn_of_tokens(job: CheckedJob) -> None:
@@ -139,8 +144,8 @@ def changes_since(saved: dict[str, Any], job: CheckedJob, start: Start) -> list[
         for name in names
         if name not in WHERE_AND_HOW_LONG and name in before and before[name] != now[name]
     ]
-    if saved.get("data") not in (None, job.train_data.fingerprint):
-        found.append("the data; the position in it is kept, so samples may be missed or repeated")
+    if change := _change_of_data(saved, job):
+        found.append(f"{change}; the position in it is kept, so samples may be missed or repeated")
     batch = saved.get("global_batch_size")
     if batch not in (None, start.global_batch_size):
         found.append(f"the global batch, {batch} -> {start.global_batch_size} samples")
@@ -150,6 +155,14 @@ def changes_since(saved: dict[str, Any], job: CheckedJob, start: Start) -> list[
             f"the learning rate's horizon, {horizon} -> {start.max_steps} steps (--lr_decay_iters {horizon} keeps it)"
         )
     return found
+
+
+def _change_of_data(saved: dict[str, Any], job: CheckedJob) -> str:
+    if saved.get("data") not in (None, job.train_data.fingerprint):
+        return "the data"
+    if saved.get("rows") not in (None, job.train_data.digest):
+        return "the rows of the data or their order, in files of the same names and sizes"
+    return ""
 
 
 def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float | None) -> Manifest:
@@ -163,6 +176,7 @@ def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float |
             "progress": dataclasses.asdict(state),
             "config": job.config.flat(),
             "data": job.train_data.fingerprint,
+            "rows": job.train_data.digest,
             "global_batch_size": start.global_batch_size,
             "max_steps": start.max_steps,
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,

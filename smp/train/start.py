@@ -41,7 +41,7 @@ from smp.train.arguments import DEFAULT_MAX_STEPS
 from smp.train.checked_job import CheckedJob, batch_of_flags, check_global_batch, choose_settings, refuse_too_large
 from smp.train.history import last_start
 from smp.train.metrics import last_logged_step
-from smp.train.reference import expect_references
+from smp.train.reference import attach_references, expect_references
 from smp.train.state import Start, TrainState
 
 logger = get_logger("train")
@@ -135,6 +135,7 @@ def restore_start(
     run, anew = job.config.run, job.config.checkpoint.reset_progress
     seed = None if anew else f"{run.seed}:{start.progress.step}:{mesh.loss.rank}"
     restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
+    together(functools.partial(attach_references, job, start, model))
 
 
 def _common_start(job: CheckedJob, damaged: Damaged) -> Path | None:
@@ -312,7 +313,9 @@ def require_agreement(job: CheckedJob, start: Start) -> None:
         "the global batch": start.global_batch_size,
         "the last step": start.max_steps,
         "the training data": job.train_data.fingerprint,
+        "the rows of the training data": job.train_data.digest,
         "the validation data": job.validation_data.fingerprint if job.validation_data else None,
+        "the rows of the validation data": job.validation_data.digest if job.validation_data else None,
         **{f"--{name}": value for name, value in job.config.flat().items()},
     }  # fmt: skip
     require_same(mine, "give all hosts the same flags and the same view of --output_dir and the data")

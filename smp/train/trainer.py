@@ -122,6 +122,7 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
             counts = dict.fromkeys(("stop", *trainer.saver.flags()), 0)
             while len(asked) > keep:  # the latest that is read has all that earlier ones had
                 counts = asked.popleft()()
+            trainer.saver.require_base(counts)
             status = guard.verdict(counts, step)
             # What failed is saved anew, as the state is now.
             while pending and (status or trainer.saver.ended(counts)):

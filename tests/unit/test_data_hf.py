@@ -163,7 +163,7 @@ def test_the_vocabulary_is_computed_in_blocks(monkeypatch):
         ([-100, 5, 3, -100, -7], None, module.NO_VOCABULARY), (None, [1, 1, 1, 1, 2], module.NO_VOCABULARY),
     ):  # fmt: skip
         columns = (None if each is None else np.array(each) for each in (mask, labels))
-        assert module._vocabulary(Columns(ids, offsets, *columns)) == needed
+        assert module._vocabulary_and_digest([Columns(ids, offsets, *columns)])[0] == needed
 
 
 def test_files_of_another_kind_are_named(tmp_path):

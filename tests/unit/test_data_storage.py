@@ -9,6 +9,7 @@ import pytest
 
 from smp.data.storage import list_files, open_file
 from smp.errors import UserError
+from tests.clock import wait_until
 
 TYPES = (".json", ".jsonl", ".ndjson")
 
@@ -110,6 +111,40 @@ def test_links_to_files_are_read_as_the_files(tmp_path):
     os.utime(tmp_path / "store" / "b.json", (1, 1))
     after, _ = list_files(str(folder), extensions=TYPES)
     assert before.stamp != after.stamp  # of what the link points to: a cache of it is not used
+
+
+def test_other_content_of_the_same_size_and_time_has_another_stamp(tmp_path):
+    """A cache of the earlier content is not used: ``cp -p`` and programs that keep the time may have replaced it."""
+    file = write(tmp_path, "a.json", content=b"[1]\n") / "a.json"
+
+    def listed():
+        (found,) = list_files(str(file), extensions=TYPES)
+        return found
+
+    before, times = listed(), os.stat(file)
+
+    def replaced():
+        file.write_bytes(b"[2]\n")
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return os.stat(file).st_ctime_ns != times.st_ctime_ns  # the clock of files has ticked
+
+    wait_until(replaced)
+    after = listed()
+    assert before.size == after.size and os.stat(file).st_mtime_ns == times.st_mtime_ns
+    assert before.stamp != after.stamp
+
+
+@pytest.mark.parametrize("tag", ["ETag", "etag", "blob_id", "Content-MD5"])
+def test_an_object_of_the_same_second_has_another_stamp_by_its_tag(tmp_path, monkeypatch, tag):
+    with fsspec.open("memory://tags/a.json", "wb") as handle:
+        handle.write(b"[1]\n")
+    kind = type(fsspec.filesystem("memory"))
+    stamps = set()
+    for each in "ab":
+        found = {"name": "/tags/a.json", "size": 4, "type": "file", "LastModified": "2026-11-28 10:00:00", tag: each}
+        monkeypatch.setattr(kind, "info", lambda self, path, found=found, **_: found)
+        stamps |= {file.stamp for file in list_files("memory://tags/a.json", extensions=TYPES)}
+    assert len(stamps) == 2
 
 
 def test_a_broken_link_is_named(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from smp.errors import UserError
+from smp.train.report import changes_since
 from smp.train.start import require_agreement
 from smp.train.state import Start, TrainState
 from tests.distributed import run_distributed
@@ -20,7 +21,7 @@ START = Start(CHECKPOINT, None, TrainState(10, 40, 99), global_batch_size=4, max
 
 def plan(**change):
     values = {
-        "train_data": types.SimpleNamespace(fingerprint="data"),
+        "train_data": types.SimpleNamespace(fingerprint="data", digest="rows"),
         "validation_data": None,
         "config": types.SimpleNamespace(flat=lambda: {"lr": 1.0}),
     }
@@ -36,12 +37,29 @@ def _check():
     differences = {
         r"the start .*None.* there": (plan(), fresh),
         "the global batch": (plan(), dataclasses.replace(START, global_batch_size=8)),
-        "the training data": (plan(train_data=types.SimpleNamespace(fingerprint="other")), START),
+        "the training data": (plan(train_data=types.SimpleNamespace(fingerprint="other", digest="rows")), START),
+        "the rows of the training data": (
+            plan(train_data=types.SimpleNamespace(fingerprint="data", digest="x")),
+            START,
+        ),
         "--lr: 2.0 there, 1.0 here": (plan(config=types.SimpleNamespace(flat=lambda: {"lr": 2.0})), START),
     }
     for sentence, other in differences.items():
         with pytest.raises(UserError, match=f"rank 1 disagrees with rank 0 on {sentence}"):
             require_agreement(*(other if dist.get_rank() == 1 else (plan(), START)))
+
+
+def test_a_resume_tells_rows_that_have_changed():
+    """In files of the same names and sizes; checkpoints of earlier versions say nothing of rows."""
+    config = types.SimpleNamespace(flat=dict, lr=types.SimpleNamespace(lr_decay_iters=1))
+    job = plan(config=config)
+    assert (
+        changes_since({"data": "data", "rows": "rows"}, job, START) == changes_since({"data": "data"}, job, START) == []
+    )
+    (change,) = changes_since({"data": "data", "rows": "others"}, job, START)
+    assert change.startswith("the rows of the data or their order, in files of the same names and sizes; the position")
+    (change,) = changes_since({"data": "others", "rows": "others"}, job, START)
+    assert change.startswith("the data; the position")
 
 
 def test_ranks_that_would_start_elsewhere_are_stopped():
