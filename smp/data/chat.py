@@ -82,8 +82,8 @@ def open_conversations(
     tokenizer, directory = words.hugging_face, words.folder
     chat = chat_of(tokenizer, directory, template=config.chat_template, train_on=config.train_on)
     form, files = conversations_format(found.reader, words, chat, pairs=pairs), found.files
-    _tell_columns(found, chat, what=what, pairs=pairs)
     stores = token_files(files, form, what=what, cache_dir=config.data_cache_dir)
+    _tell_columns(found, chat, what=what, pairs=pairs)
     for file, store in zip(files, stores, strict=True):
         if store.highest >= words.limit:  # encoded for a model with a larger vocabulary
             for chunk, _ in form.chunks(file):

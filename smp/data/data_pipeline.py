@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from smp.data.chat import open_conversations
 from smp.data.config import DataConfig, Split
 from smp.data.convert import end_with_parent, worker_context
+from smp.data.documents import tell_documents
 from smp.data.hf import SPLIT_NAMES, named_files
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
 from smp.data.sampler import PADDING, samples_at, step_positions
@@ -282,8 +283,7 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
             f"0 to 4 are enough for most data"
         )
     source, eos = _open_source(config, split, batch)
-    if config.document_mask and not config.is_chat and eos is None and batch.eos_token_id is not None:
-        log.info("--document_mask 1: documents end with token %d, the model's eos_token_id", batch.eos_token_id)
+    of_model = eos is None
     eos = batch.eos_token_id if eos is None else eos
     if len(source) == 0:
         raise UserError(f"the {split} data contains no tokens: nothing to train on")
@@ -293,6 +293,8 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
             f"--document_mask 1 needs to know which token ends a document, and {ends}: set --tokenizer_name_or_dir to "
             f"the tokenizer that made the data, or leave it at 0"
         )
+    if config.document_mask and not config.is_chat and eos is not None:
+        tell_documents(source, eos, of_model, what="training data" if split == "train" else "validation data")
     # Where documents are masked, positions say which tokens are padding.
     if batch.left_padding_misfit is not None and not config.keeps_apart and isinstance(source, WindowRows):
         source.refuse_left_padding(batch.left_padding_misfit)
