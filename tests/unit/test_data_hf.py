@@ -293,7 +293,9 @@ def test_a_dataset_by_name_comes_from_the_cache(tmp_path, hub_cache):
     assert by_name(tmp_path, "validation", dataset_config_name="default", evaluate_only=True) == expected[:1]
     named = {"dataset_config_name": "default", "evaluate_only": True, "dataset_split": "train"}
     assert by_name(tmp_path, "validation", fast_validation=False, **named) == expected
-    with pytest.raises(UserError, match=r"has the splits train, test, but no validation or val: .*--test_dir gives"):
+    with pytest.raises(
+        UserError, match=r"has the splits train, test, but no validation or valid or val or dev: .*--test_dir gives"
+    ):
         by_name(tmp_path, "validation", dataset_config_name="default", dataset_split="test", validation_freq=1)
     with pytest.raises(UserError, match=r"someone/texts has the splits .*, but no train\[:1\]: --dataset_split names"):
         by_name(tmp_path, dataset_config_name="default", dataset_split="train[:1]")
