@@ -20,7 +20,7 @@ CHATML = (
 )
 # Some templates print today's date: here the one that Llama's takes without a clock, as a file keeps its tokens.
 FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
-RENDER_SECONDS = 20.0  # of computing: a conversation takes milliseconds
+RENDER_SECONDS = 10.0  # of computing: a conversation takes milliseconds
 
 
 def given_template(name: str) -> str:

@@ -82,14 +82,15 @@ def test_fixed_and_large_lists_and_masks_are_read(tmp_path):
     assert tokens_of(source) == [[1, 2], [3, 4]] and source.rows(np.array([1]))[0].mask.tolist() == [0, 1]
 
 
-def test_a_dataset_dict_gives_the_split(tmp_path):
+@pytest.mark.parametrize("split", ["test", "valid", "dev"])
+def test_a_dataset_dict_gives_the_split(tmp_path, split):
     import datasets
 
-    parts = {name: datasets.Dataset.from_dict({"input_ids": [[n]]}) for n, name in enumerate(("train", "test"))}
+    parts = {name: datasets.Dataset.from_dict({"input_ids": [[n]]}) for n, name in enumerate(("train", split))}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
     assert tokens_of(open_all(tmp_path / "d", tmp_path / "c")) == [[0]]
     assert tokens_of(open_all(tmp_path / "d", tmp_path / "c", "validation")) == [[1]]
-    datasets.DatasetDict({"other": parts["test"]}).save_to_disk(str(tmp_path / "o"))
+    datasets.DatasetDict({"other": parts[split]}).save_to_disk(str(tmp_path / "o"))
     with pytest.raises(UserError, match="has the splits other, but no train"):
         open_all(tmp_path / "o", tmp_path / "c")
 
