@@ -33,7 +33,7 @@ def refuse_columns(row: Mapping[str, Any], name: str = "") -> None:
             raise ConversationError(f"{has} {key}, and only text can be trained on: leave the row out")
         if key in RENAMED:
             raise ConversationError(f"{has} {key}, which is not read: rename it to {RENAMED[key]}")
-        if key in UNDESIRED and value is False and not name:
+        if key in UNDESIRED and value is False and not name and row.get("text") is None:
             raise ConversationError(f"has {key} false, an answer that is not desired, as of KTO: leave the row out")
         obeyed = key in TRAINED and (name or (isinstance(value, (int, float)) and value == 1))
         if not obeyed and (key in TRAINED or is_unread(key)):

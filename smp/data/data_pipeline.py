@@ -302,7 +302,7 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
         sequence_length=batch.sequence_length, pad_token_id=pad, document_end=eos if config.keeps_apart else None
     )
     train = split == "train"
-    if config.validation_split and not config.is_chat:
+    if config.validation_split and not (config.is_chat or config.use_synthetic_data):
         source = HeldOut(source, Choice(validation_split=config.validation_split, validation=not train))
     return DataPipeline(
         source,

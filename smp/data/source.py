@@ -222,7 +222,7 @@ def _is_text(found: Found, text_key: str) -> bool:
     where, row = next(found.examples(COLUMNS), ("", {}))
     if "input_ids" not in row:
         if _is_conversation(row, text_key):
-            raise UserError(f"{found.path} contains conversations, which --dataset_type chat trains on: set that")
+            raise UserError(f"{found.path} contains conversations: train on them with --dataset_type chat")
         return text_key in row
     refuse_unread(row, where)
     return False
@@ -230,7 +230,12 @@ def _is_text(found: Found, text_key: str) -> bool:
 
 def _has_conversations(found: Found) -> bool:
     """Return whether the first row is a conversation or a pair of answers; raises UserError where it cannot be read."""
-    return found.kind != "text" and _is_conversation(next(found.examples(COLUMNS), ("", {}))[1], "text")
+    row = {} if found.kind == "text" else next(found.examples(COLUMNS), ("", {}))[1]
+    if row.keys() >= {"messages", "text"} and "input_ids" not in row:
+        log.warning(
+            "Rows have messages and text: all of the text is trained on; --dataset_type chat reads the messages"
+        )
+    return _is_conversation(row, "text")
 
 
 def _is_conversation(row: Mapping[str, Any], text_key: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.data.messages import ConversationError, Message
-from smp.errors import UserError
+from smp.errors import UserError, hub_advice
 
 CHATML = (
     "{% for message in messages %}"
@@ -42,7 +42,7 @@ def given_template(name: str) -> str:
             if isinstance(found, dict) and isinstance(template := found.get("chat_template"), str):
                 return template
     except (OSError, ValueError) as error:  # no text, or no JSON
-        raise UserError(f"--chat_template {name} cannot be read: {error}") from error
+        raise UserError(f"--chat_template {name} cannot be read: {error}{hub_advice(name)}") from error
     raise UserError(
         f"--chat_template {name} is a directory without a chat template (chat_template.jinja, or one in "
         f"tokenizer_config.json): give that of a chat model, a file, or chatml"

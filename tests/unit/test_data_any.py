@@ -359,5 +359,5 @@ def test_document_mask_says_what_it_separates(tmp_path, caplog, rows, told):
 
 def test_conversations_are_named_where_they_are_not_asked_for(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "Where?"}]}\n')
-    with pytest.raises(UserError, match="contains conversations, which --dataset_type chat trains on: set that"):
+    with pytest.raises(UserError, match="contains conversations: train on them with --dataset_type chat"):
         create_data_pipeline(DataConfig(training_dir=str(tmp_path)), split="train", batch=shape())

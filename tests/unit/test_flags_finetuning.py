@@ -81,7 +81,8 @@ def test_auto_finds_conversations_and_pairs(tmp_path, caplog):
     assert opened([pair] * 2, "--dpo", 1).config.data.is_chat
     with pytest.raises(ConfigError, match="line 1: is a pair of answers: --dpo 1 trains on such"):
         opened([pair] * 2)
-    assert not opened([{"text": "Emma."}] * 40).config.data.is_chat
+    assert not opened([{"text": "Emma.", "messages": TURNS}] * 40).config.data.is_chat
+    assert "all of the text is trained on; --dataset_type chat reads the messages" in caplog.text
     with pytest.raises(ConfigError, match="--train_on is for conversations, and the data has none: leave it out"):
         opened([{"text": "Emma."}] * 40, "--train_on", "last")
 
