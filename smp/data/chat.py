@@ -27,6 +27,7 @@ from smp.log import say
 
 _ALL_COLUMNS = ("",)
 _CONVERSION = 5  # raised by a change that gives a conversation other tokens or labels, so that no cache is used again
+MOST_NAMES = 20  # of columns in a warning
 log = logging.getLogger("smp.data")
 
 
@@ -107,7 +108,8 @@ def _tell_columns(found: Found, chat: Chat, *, what: str, pairs: bool) -> None:
     chunk, _ = next(reader.chunks(_ALL_COLUMNS, file), (None, 0))
     samples = [] if chunk is None else [sample for _, sample in reader.examples(file, chunk)]
     if names := unread(samples, chat.template, pairs=pairs):
-        log.warning("%s: not read are %s", what, ", ".join(names))
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        log.warning("%s: not read are %s%s", what, ", ".join(names[:MOST_NAMES]), more)
     if any(not is_empty(sample.get("system")) and "system" in read_by(sample, pairs=pairs) for sample in samples):
         log.warning("%s: the column system is the first message of conversations that begin with no other such", what)
 

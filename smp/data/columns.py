@@ -25,15 +25,15 @@ def refuse_columns(row: Mapping[str, Any], name: str = "") -> None:
     Raises:
         ConversationError: naming the column.
     """
-    has = f"{name} has" if name else "has"
+    has, is_text = f"{name} has" if name else "has", row.get("text") is not None
     for key, value in row.items():
         if is_empty(value):
             continue
         if key in NOT_TEXT:
             raise ConversationError(f"{has} {key}, and only text can be trained on: leave the row out")
-        if key in RENAMED:
+        if key in RENAMED and not is_text:
             raise ConversationError(f"{has} {key}, which is not read: rename it to {RENAMED[key]}")
-        if key in UNDESIRED and value is False and not name and row.get("text") is None:
+        if key in UNDESIRED and value is False and not (name or is_text):
             raise ConversationError(f"has {key} false, an answer that is not desired, as of KTO: leave the row out")
         obeyed = key in TRAINED and (name or (isinstance(value, (int, float)) and value == 1))
         if not obeyed and (key in TRAINED or is_unread(key)):

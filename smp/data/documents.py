@@ -41,7 +41,8 @@ def tell_documents(source: RowSource, end: int, of_model: bool, *, what: str) ->
     if isinstance(source, WindowRows) and not found.inside:
         log.warning(
             "%s: --document_mask 1 separates nothing: in %d rows (%d tokens) no document ends with %s, before the row "
-            "does: --tokenizer_name_or_dir gives the tokenizer that made the data", what, found.rows, tokens, whose,
+            "does; where another token ends them, give the data's tokenizer by --tokenizer_name_or_dir",
+            what, found.rows, tokens, whose,
         )  # fmt: skip
         return
     log.info(
