@@ -30,11 +30,16 @@ def refuse_columns(row: Mapping[str, Any], name: str = "") -> None:
         if is_empty(value):
             continue
         if key in NOT_TEXT:
-            raise ConversationError(f"{has} {key}, and only text can be trained on: leave the row out")
+            raise ConversationError(
+                f"{has} {key}, and only text can be trained on: leave the row out, or {key} where the text needs none"
+            )
         if key in RENAMED and not is_text:
             raise ConversationError(f"{has} {key}, which is not read: rename it to {RENAMED[key]}")
         if key in UNDESIRED and value is False and not (name or is_text):
-            raise ConversationError(f"has {key} false, an answer that is not desired, as of KTO: leave the row out")
+            raise ConversationError(
+                f"has {key} false, which marks an answer that is not desired, as KTO's do: leave the row out, or {key} "
+                f"where it says something else"
+            )
         obeyed = key in TRAINED and (name or (isinstance(value, (int, float)) and value == 1))
         if not obeyed and (key in TRAINED or is_unread(key)):
             raise ConversationError(

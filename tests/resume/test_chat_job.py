@@ -52,7 +52,7 @@ def test_conversations_that_cannot_be_used_are_one_sentence(tmp_path):
     data = tmp_path / "chats.jsonl"
     for lines, more, sentence in (
         ([{"texts": ASKED}], [], "chats.jsonl, line 1: has no conversation; keys found: texts; needed is messages"),
-        ([{"text": "Where?"}], ["--chat_template", tmp_path], "cannot be read"),
+        ([{"text": "Where?"}], ["--chat_template", tmp_path], "is a directory without a chat template"),
         ([{"text": "Where?"}], ["--dataset_type", "auto", "--train_on", "last"], "--train_on is for conversations"),
     ):
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -179,7 +179,7 @@ def test_columns_beside_messages_are_obeyed():
         ("videos", ["a.mp4"], "has videos, and only text can be trained on"),
         ("system", "Be long.", "has system, and messages that begin with another system message"),
         ("system", ["Be long."], "has system that is a list; it must be a text"),
-        ("label", False, "has label false, an answer that is not desired"),
+        ("label", False, "has label false, which marks an answer that is not desired"),
         ("tool_defs", [{"name": "f"}], "has tool_defs, which is not read: rename it to tools"),
         ("documents", [{"title": "t", "text": "x"}], "has documents, which the chat template does not read"),
         ("loss_mask", [0, 1], "has loss_mask beside the texts, which is not read: remove it"),
