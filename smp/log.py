@@ -37,7 +37,8 @@ _SECRET_NAME = (
     r"|token|(?:api|access|auth|account|private|storage|encryption)key|[_-](?:key|pwd|sig))(?![\w.-]))[\w.-]++"
 )
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s,;&\"'(){}\[\]]+)"
-_NOT_SECRET = r"(?!(?:None|null|True|False|true|false)\b)"
+# Nor what a sentence goes on with: "no special token: a model ...".
+_NOT_SECRET = r"(?!(?:None|null|True|False|true|false)\b)(?!(?:an?|the|of|set|give|use|it|no|not)\s+[\w~-])"
 _RULES = [
     # name=value, "name": "value", name : value
     (re.compile(rf"(?<![\w.-])({_SECRET_NAME}[\"']?\s*(?:=|:(?!//))\s*){_NOT_SECRET}{_VALUE}", re.IGNORECASE), True),

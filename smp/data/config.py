@@ -10,7 +10,7 @@ from smp.config import AUTO, Section, setting
 Split = Literal["train", "validation"]
 TrainOn = Literal["auto", "assistant", "completion", "all", "last"]
 Overlong = Literal["cut", "drop", "refuse"]
-OF_CHAT = ("train_on", "chat_template", "overlong", "show_masks", "max_samples", "validation_split")
+OF_CHAT = ("train_on", "chat_template", "overlong", "show_masks", "max_samples")
 NO_DATA = "no training data: set --training_dir or --dataset_name, or --use_synthetic_data 1 for random tokens"
 
 
@@ -21,7 +21,7 @@ class DataConfig(Section):
     dataset_type: Literal["auto", "gpt_jsonl", "hf", "text", "chat"] = setting(
         AUTO,
         "Files to read: JSON lines; a saved Hugging Face dataset, parquet, Arrow or CSV; text; conversations in JSON "
-        "lines or tables. auto: what is there, but no conversations.",
+        "lines or tables. auto: what is there.",
     )
     train_on: TrainOn = setting(
         AUTO,
@@ -29,13 +29,19 @@ class DataConfig(Section):
         "last: the last turn.",
     )
     chat_template: str | None = setting(
-        None, "Conversations: file with the chat template, in Jinja. Default: the tokenizer's."
+        None,
+        "Conversations: the chat template: a file in Jinja, a model's directory that has one, or chatml. Default: the "
+        "tokenizer's.",
     )
     overlong: Overlong = setting("cut", "Conversations longer than --max_context_width: cut them there, drop, refuse.")
     show_masks: int = setting(0, "Print so many conversations at the start, with what is trained on marked.", minimum=0)
     max_samples: int | None = setting(None, "Train on the first so many conversations only.", minimum=2)
     validation_split: float = setting(
-        0.0, "Conversations: fraction that is left out of training and validated on.", minimum=0.0, maximum=0.5
+        0.0,
+        "Fraction of the conversations, or of the sequences of other data, that is left out of training and validated "
+        "on.",
+        minimum=0.0,
+        maximum=0.5,
     )
     dataset_name: str | None = setting(
         None, "Hugging Face dataset to train on, in the cache of `datasets` or on the hub, instead of --training_dir."
@@ -101,19 +107,19 @@ class DataConfig(Section):
         """Return whether conversations are read."""
         return self.dataset_type == "chat" and not self.use_synthetic_data
 
+    def of_conversations(self) -> list[str]:
+        """Return the beginning of a sentence for each given setting that only conversations have."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return [f"--{name} is for conversations" for name in OF_CHAT if getattr(self, name) != defaults[name]]
+
     def problems(self) -> list[str]:
         """Add settings that contradict each other."""
         found = super().problems()
         if self.use_synthetic_data:
             return found
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        if self.dataset_type != "chat":
-            found += [
-                f"--{name} is for conversations: set --dataset_type chat, or leave it out"
-                for name in OF_CHAT
-                if getattr(self, name) != defaults[name]
-            ]
-        elif self.validation_split and self.validation_freq is None and not self.evaluate_only:
+        if self.dataset_type not in (AUTO, "chat"):
+            found += [f"{each}: set --dataset_type chat, or leave it out" for each in self.of_conversations()]
+        if self.validation_split and self.validation_freq is None and not self.evaluate_only:
             found.append(
                 "--validation_split leaves out what nothing validates on: set --validation_freq, or leave it out"
             )

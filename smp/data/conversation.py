@@ -16,19 +16,23 @@ from typing import Any
 
 import numpy as np
 
+from smp.data.columns import CONTEXT, refuse_columns
 from smp.data.config import TrainOn
+from smp.data.messages import (
+    ConversationError,
+    Message,
+    from_json,
+    from_other_forms,
+    is_empty,
+    is_trained,
+    messages_of,
+    with_system,
+)
+from smp.data.template import given_template, render
 from smp.data.text import prefix_of
 from smp.errors import UserError, a_type
 
-Message = dict[str, Any]
-ROLES = ("system", "developer", "user", "assistant", "tool")
 NO_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
-# Some templates print today's date: here the one that Llama's takes without a clock, as a file keeps its tokens.
-FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
-
-
-class ConversationError(ValueError):
-    """A conversation cannot be used; says why, without file and line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,51 +41,54 @@ class Chat:
 
     Attributes:
         tokenizer: a fast tokenizer of transformers.
-        template: Jinja.
+        template: Jinja; None: there is none, and the sentence of that is ``missing``.
         train_on: ``assistant``: every assistant turn; ``last``: the last one; ``completion``: the turns of
             ``completion``; ``all``: all tokens; ``auto``: what the sample's keys ask for.
         prefix: ids that begin a text.
     """
 
     tokenizer: Any
-    template: str
+    template: str | None
     train_on: TrainOn = "auto"
     prefix: tuple[int, ...] = ()
+    missing: str = ""
 
     def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids (n,) int64 and labels (n,) int64, not shifted, -100 where a token is not trained on.
 
         Args:
-            sample: ``messages``, or ``prompt`` and ``completion`` (both strings or both messages), or ``text``; with
-                messages also ``tools`` and ``chat_template_kwargs``.
+            sample: ``messages``, or ``prompt`` and ``completion`` (both strings or both messages), or ``text``, or what
+                :func:`smp.data.messages.from_other_forms` takes for messages; with messages also ``CONTEXT``.
 
         Raises:
-            ConversationError: it is none of these, or the template cannot render it.
+            ConversationError: it is none of these, has a column that would have to be read, or the template cannot
+                render it.
         """
+        refuse_columns(sample)
+        sample = from_other_forms(sample)
         if sample.get("messages") is not None:
             if self.train_on == "completion":
                 raise ConversationError("has messages, and --train_on completion needs prompt and completion")
-            return self._encode_messages(_messages(sample, "messages"), sample, first=0)
+            return self._encode_messages(_messages(sample, "messages"), sample)
         if sample.get("prompt") is not None and sample.get("completion") is not None:
             texts = [isinstance(sample[key], str) for key in ("prompt", "completion")]
             if all(texts):
+                if beside := [key for key in CONTEXT if not is_empty(sample.get(key))]:
+                    raise ConversationError(f"has {beside[0]}, and a prompt that is a text: write it into the prompt")
                 return self._encode_text(sample["prompt"], sample["completion"])
             if any(texts):
                 found = f"they are {a_type(sample['prompt'])} and {a_type(sample['completion'])}"
                 raise ConversationError(f"prompt and completion must be two texts or two lists of messages, {found}")
-            prompt = _messages(sample, "prompt")
-            first = 0 if self.train_on == "assistant" else len(prompt)
-            return self._encode_messages([*prompt, *_messages(sample, "completion")], sample, first=first)
+            completion = _messages(sample, "completion")
+            last = None if self.train_on == "assistant" else len(completion)
+            return self._encode_messages([*_messages(sample, "prompt"), *completion], sample, last=last)
         if isinstance(sample.get("text"), str):
             return self._encode_text("", sample["text"])
         if "chosen" in sample and "rejected" in sample:
             raise ConversationError("is a pair of answers: --dpo 1 trains on such, or give messages")
-        hint = ""
-        if "conversations" in sample:
-            hint = "; rename conversations to messages, and ShareGPT's from and value to role and content"
         raise ConversationError(
             f"has no conversation; keys found: {', '.join(sample) or 'none'}; needed is messages, or prompt and "
-            f"completion, or text{hint}"
+            f"completion, or text, or ShareGPT's conversations, or Alpaca's instruction and output"
         )
 
     def _encode_text(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
@@ -99,12 +106,12 @@ class Chat:
         return _labelled([*first, *ids, last], [*(False for _ in first), *trained, True])
 
     def _encode_messages(
-        self, messages: list[Message], sample: Mapping[str, Any], *, first: int
+        self, messages: list[Message], sample: Mapping[str, Any], *, last: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        settings = sample.get("chat_template_kwargs") or {}
-        if not isinstance(settings, dict):
-            raise ConversationError(f"has chat_template_kwargs that are {a_type(settings)}; they must be an object")
-        given = {"tools": sample.get("tools"), **settings}
+        """Encode messages, of which the ``last`` so many may be trained on, by default all."""
+        given = self._given(sample)
+        messages = with_system(messages, sample.get("system"))
+        first = 0 if last is None else len(messages) - last
         text = self._render(messages, given)
         if _quotes_arguments(messages, text):
             messages = _with_parsed_arguments(messages)
@@ -113,13 +120,22 @@ class Chat:
         ids, offsets = self._tokenize(text)
         if self.train_on == "all":
             for number, message in enumerate(messages):
-                if not _is_trained(message):
+                if not is_trained(message):
                     raise ConversationError(f"message {number + 1} is not to be trained on, and --train_on is all")
             return _labelled(ids, np.ones(len(ids), bool))
         trained = np.zeros(len(ids), bool)
         for start, end in self._turns(messages, given, text, first):
             trained |= _covered(offsets, start, end)
         return _labelled(ids, trained)
+
+    def _given(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a sample gives to the template beside its messages."""
+        settings, documents = sample.get("chat_template_kwargs") or {}, sample.get("documents")
+        if not isinstance(settings, dict):
+            raise ConversationError(f"has chat_template_kwargs that are {a_type(settings)}; they must be an object")
+        if not is_empty(documents) and "documents" not in (self.template or ""):
+            raise ConversationError("has documents, which the chat template does not read: give one that does")
+        return {"tools": from_json(sample.get("tools"), "tools"), "documents": documents, **settings}
 
     def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text, and the begin and end of each in it."""
@@ -136,7 +152,7 @@ class Chat:
         """Yield begin and end in ``text`` of what the assistant generates in each turn from message ``first`` on."""
         turns = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
         for at in turns[-1:] if self.train_on == "last" else turns:
-            if not _is_trained(messages[at]):
+            if not is_trained(messages[at]):
                 continue
             after = self._render(messages[: at + 1], given)
             before = self._render(messages[:at], given, prompt=True) if at else self._header(after, messages, given)
@@ -170,7 +186,10 @@ class Chat:
     def _split_stop(self, generated: str) -> tuple[str, str]:
         """Split what a turn generates into its text and the token that ends it; white space after that is left out."""
         shown = generated.rstrip()
-        stops = {*map(str, self.tokenizer.added_tokens_encoder), *self.tokenizer.all_special_tokens}
+        added = self.tokenizer.added_tokens_decoder.values()
+        # An added </tool_call> or </think> closes a part of a turn, and not the turn; a special </s> does.
+        of_turns = (str(each) for each in added if each.special or not str(each).startswith("</"))
+        stops = {*of_turns, *self.tokenizer.all_special_tokens}
         for token in sorted(stops, key=len, reverse=True):
             if shown.endswith(token):
                 return shown[: -len(token)], token
@@ -180,20 +199,9 @@ class Chat:
         )
 
     def _render(self, messages: list[Message], given: dict[str, Any], *, prompt: bool = False) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            rendered: Any = render_jinja_template(
-                conversations=[messages], chat_template=FIXED_DATE + self.template, add_generation_prompt=prompt,
-                **self.tokenizer.special_tokens_map, **given,
-            )  # fmt: skip
-            return str(rendered[0][0])
-        except Exception as error:  # of any type: templates raise their own, and fail on what they do not expect
-            raise ConversationError(f"the chat template refuses it: {error}") from error
-
-
-def _is_trained(message: Message) -> bool:
-    return bool(message.get("weight", True) and message.get("train", True))
+        if self.template is None:
+            raise ConversationError(self.missing)
+        return render(self.template, messages, prompt=prompt, **self.tokenizer.special_tokens_map, **given)
 
 
 def _functions(messages: list[Message]) -> Iterator[dict[str, Any]]:
@@ -250,6 +258,14 @@ def _labelled(ids: Sequence[int], trained: Any) -> tuple[np.ndarray, np.ndarray]
     return tokens, np.where(np.asarray(trained, bool), tokens, -100)
 
 
+def _messages(sample: Mapping[str, Any], key: str) -> list[Message]:
+    """Return the checked messages of a column."""
+    found = from_json(sample[key], key)
+    for number, each in enumerate(found if isinstance(found, list) else ()):
+        refuse_columns(each if isinstance(each, dict) else {}, f"{key}[{number}]")
+    return messages_of(found, key)
+
+
 def _rewritten(at: int) -> str:
     return (
         f"the chat template shows message {at + 1} (assistant) otherwise once another turn follows, as it drops "
@@ -257,65 +273,24 @@ def _rewritten(at: int) -> str:
     )
 
 
-def _messages(sample: Mapping[str, Any], key: str) -> list[Message]:
-    """Return checked messages, with their texts as strings."""
-    found = sample[key]
-    if not isinstance(found, list) or not found:
-        shown = "empty" if found == [] else a_type(found)
-        raise ConversationError(f"{key} must be a list of messages, it is {shown}")
-    return [_message(each, f"{key}[{number}]") for number, each in enumerate(found)]
-
-
-def _message(message: Any, name: str) -> Message:
-    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        shown = f"has the keys {', '.join(message)}" if isinstance(message, dict) else f"is {a_type(message)}"
-        raise ConversationError(f"{name} must have role and content, it {shown}")
-    if role not in ROLES:
-        raise ConversationError(f"{name} has role {role!r}; allowed: {', '.join(ROLES)}")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in content):
-            raise ConversationError(f"{name} has content that is not text, which cannot be trained on: leave it out")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ConversationError(f"{name} has content that is {a_type(content)}; it must be a string")
-    allowed = (None, 0, 1) if role == "assistant" else (None, 0)
-    for key in ("weight", "train"):  # OpenAI's and Axolotl's
-        if message.get(key) not in allowed:
-            raise ConversationError(
-                f"{name} has role {role!r} and {key} {message[key]!r}; allowed: 0, and 1 for assistant, whose turns "
-                f"are trained on"
-            )
-    # Tables give every message the keys of all others, with null.
-    return {**{k: v for k, v in message.items() if v is not None}, "content": content or ""}
-
-
 def chat_of(tokenizer: Any, folder: str, *, template: str | None, train_on: TrainOn) -> Chat:
     """Return the chat of a tokenizer.
 
     Args:
-        template: path of a file, or None for the tokenizer's own.
+        template: what --chat_template names, or None for the tokenizer's own, which texts do without.
 
     Raises:
-        UserError: there is no template, or the tokenizer tells no positions of its tokens.
+        UserError: the template cannot be read, or the tokenizer tells no positions of its tokens.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"the tokenizer in {folder} has no tokenizer.json, which conversations need: convert it")
     prefix, tokenizer = tuple(prefix_of(tokenizer)), copy.deepcopy(tokenizer)
     tokenizer.backend_tokenizer.post_processor = None  # it may trim the positions of tokens to what is no white space
-    if template is not None:
-        try:
-            with open(template, encoding="utf-8") as file:
-                return Chat(tokenizer, file.read(), train_on, prefix)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--chat_template {template} cannot be read: {error}") from error
-    if isinstance(own := tokenizer.chat_template, dict):
-        raise UserError(
-            f"the tokenizer in {folder} has several chat templates ({', '.join(own)}): give the file of one by "
-            f"--chat_template FILE"
-        )
-    if not isinstance(own, str):
-        raise UserError(
-            f"the tokenizer in {folder} has no chat template: give --chat_template FILE, or a chat model's tokenizer"
-        )
-    return Chat(tokenizer, own, train_on, prefix)
+    own = tokenizer.chat_template if template is None else given_template(template)
+    if isinstance(own, str):
+        return Chat(tokenizer, own, train_on, prefix)
+    has = f"several chat templates ({', '.join(own)})" if isinstance(own, dict) else "no chat template"
+    other = "the file of one by --chat_template FILE"
+    if not isinstance(own, dict):
+        other = "--chat_template FILE, a chat model's directory or chatml, or a chat model's tokenizer"
+    return Chat(tokenizer, None, train_on, prefix, f"the tokenizer in {folder} has {has}: give {other}")

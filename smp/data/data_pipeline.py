@@ -21,14 +21,14 @@ from torch.utils.data import DataLoader, Dataset
 from smp.data.chat import open_conversations
 from smp.data.config import DataConfig, Split
 from smp.data.convert import end_with_parent, worker_context
-from smp.data.hf import SPLIT_NAMES, named_files
+from smp.data.documents import tell_documents
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
 from smp.data.sampler import PADDING, samples_at, step_positions
-from smp.data.samples import PackedSamples
-from smp.data.source import Found, find_data, open_rows
+from smp.data.samples import Choice, HeldOut, PackedSamples
+from smp.data.source import find_split, open_rows
 from smp.data.synthetic import SyntheticRows
 from smp.data.text import TextTokenizer
-from smp.errors import RunError, UserError
+from smp.errors import ConfigError, RunError, UserError
 from smp.log import say
 from smp.microbatch import Microbatch
 
@@ -289,8 +289,7 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
             f"0 to 4 are enough for most data"
         )
     source, eos = _open_source(config, split, batch)
-    if config.document_mask and not config.is_chat and eos is None and batch.eos_token_id is not None:
-        log.info("--document_mask 1: documents end with token %d, the model's eos_token_id", batch.eos_token_id)
+    of_model = eos is None
     eos = batch.eos_token_id if eos is None else eos
     if len(source) == 0:
         raise UserError(f"the {split} data contains no tokens: nothing to train on")
@@ -300,6 +299,8 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
             f"--document_mask 1 needs to know which token ends a document, and {ends}: set --tokenizer_name_or_dir to "
             f"the tokenizer that made the data, or leave it at 0"
         )
+    if config.document_mask and not config.is_chat and eos is not None:
+        tell_documents(source, eos, of_model, what="training data" if split == "train" else "validation data")
     # Where documents are masked, positions say which tokens are padding.
     if batch.left_padding_misfit is not None and not config.keeps_apart and isinstance(source, WindowRows):
         source.refuse_left_padding(batch.left_padding_misfit)
@@ -308,6 +309,8 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
         sequence_length=batch.sequence_length, pad_token_id=pad, document_end=eos if config.keeps_apart else None
     )
     train = split == "train"
+    if config.validation_split and not (config.is_chat or config.use_synthetic_data):
+        source = HeldOut(source, Choice(validation_split=config.validation_split, validation=not train))
     return DataPipeline(
         source,
         collate,
@@ -326,40 +329,22 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
     """Open the rows of one split; returns them, and the id that ends a document where the source knows it."""
     length, vocab = batch.sequence_length, batch.vocab_size
     directory = config.tokenizer_name_or_dir or batch.tokenizer_dir
-    of_training = split == "train" or bool(config.validation_split)
-    flag, part = ("training_dir", "train") if of_training else ("test_dir", "validation")
-    path: str | None = getattr(config, flag)
-    named = config.dataset_name if path is None else None
 
     @functools.cache
     def tokenizer() -> TextTokenizer:
         if directory is None:
             raise UserError(
-                f"{path or named} is text: set --tokenizer_name_or_dir, a local tokenizer directory, to convert it"
+                f"{found.path} is text: set --tokenizer_name_or_dir, a local tokenizer directory, to convert it"
             )
         return TextTokenizer(directory)
 
     eos = tokenizer().eos_token_id if config.document_mask and directory is not None else None
     if config.use_synthetic_data:
-        if split == "train" and path is not None:
-            log.info("--use_synthetic_data 1: %s is not read", path)
+        if split == "train" and config.training_dir is not None:
+            log.info("--use_synthetic_data 1: %s is not read", config.training_dir)
         rows = SyntheticRows(config.synthetic_samples, length, vocab_size=vocab, seed=batch.seed, stream=split)
         return rows, eos
-    fast = not config.evaluate_only if config.fast_validation is None else config.fast_validation
-    if named is not None:
-        chosen = config.dataset_split
-        wanted = (chosen,) if chosen and (of_training or config.evaluate_only) else SPLIT_NAMES[part]
-        # Validation reads another split than the one that is trained on.
-        wanted = wanted if wanted == (chosen,) else tuple(each for each in wanted if each != chosen)
-        found = Found(named, "Arrow", named_files(named, config.dataset_config_name, wanted), saved=True)
-    elif path is not None:
-        try:
-            found = find_data([path], part, dataset_type=config.dataset_type, zipped=config.zipped_data)
-        except UserError as error:
-            kind = "" if config.dataset_type == "auto" else f" with --dataset_type {config.dataset_type}"
-            raise UserError(f"--{flag}{kind}: {error}") from None
-    else:
-        raise UserError(f"no {split} data: set --{flag}")
+    found = find_split(config, split)
     if config.is_chat:
         words = tokenizer()
         words.require_below(vocab)
@@ -368,8 +353,11 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
             found, words, config, sequence_length=length, validation=split == "validation", what=what, pairs=batch.pairs
         )
         return chats, words.eos_token_id
-    if split == "validation" and fast and not found.saved:
+    fast = not config.evaluate_only if config.fast_validation is None else config.fast_validation
+    if split == "validation" and fast and not found.saved and not config.validation_split:
         found = dataclasses.replace(found, files=found.files[-1:])
+    if misplaced := config.of_conversations():
+        raise ConfigError([f"{each}, and the data has none: leave it out" for each in misplaced])
     source = open_rows(
         found,
         sequence_length=length,

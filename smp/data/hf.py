@@ -21,7 +21,7 @@ from smp.data.token_cache import IGNORED, Columns, RowsDigest, digest_of, record
 from smp.errors import UserError, a_type, first_line
 from smp.json_input import MAX_JSON, strict_json
 
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}
 ROWS = 128  # that are read and converted at once
 OPTIONS: dict[str, dict[str, Any]] = {"parquet": {"batch_size": ROWS}, "arrow": {}}
 NO_VOCABULARY = 1 << 62  # is large enough

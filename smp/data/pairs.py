@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from smp.data.conversation import Chat, ConversationError
+from smp.data.columns import CONTEXT, refuse_columns
+from smp.data.conversation import Chat
+from smp.data.messages import ConversationError
 
 Encoded = tuple[np.ndarray, np.ndarray]
 
@@ -17,12 +19,13 @@ def encode_pair(chat: Chat, sample: Mapping[str, Any]) -> list[Encoded]:
 
     Args:
         chat: of the tokenizer.
-        sample: ``prompt``, ``chosen`` and ``rejected``, all texts or all messages, with messages also ``tools``; or
+        sample: ``prompt``, ``chosen`` and ``rejected``, all texts or all messages, with messages also ``CONTEXT``; or
             ``chosen`` and ``rejected`` as complete conversations, whose common beginning is the prompt.
 
     Raises:
         ConversationError: it is none of these, both answers are the same, or one has nothing that could be compared.
     """
+    refuse_columns(sample)
     for key in ("chosen", "rejected"):
         if sample.get(key) is None:
             raise ConversationError(
@@ -32,7 +35,7 @@ def encode_pair(chat: Chat, sample: Mapping[str, Any]) -> list[Encoded]:
     prompt, chosen, rejected = _split(sample)
     if chosen == rejected:
         raise ConversationError("has the same answer as chosen and as rejected: leave it out")
-    context = {key: sample[key] for key in ("tools", "chat_template_kwargs") if key in sample}
+    context = {key: sample[key] for key in CONTEXT if key in sample}
     found = []
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         try:

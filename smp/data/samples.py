@@ -12,7 +12,7 @@ import xxhash
 
 from smp.data.best_fit import best_fit
 from smp.data.config import Overlong
-from smp.data.packing import BLOCK, Row
+from smp.data.packing import BLOCK, Row, RowSource
 from smp.data.sampler import permute
 from smp.data.token_cache import IGNORED, Columns, digest_of
 from smp.errors import UserError
@@ -44,6 +44,31 @@ class Choice:
         held_out = min(max(1, round(samples * self.validation_split)), samples - 1)
         order = permute(np.arange(samples), samples, seed=0, epoch=0)
         return np.sort(order[:held_out] if self.validation else order[held_out:])
+
+
+class HeldOut:
+    """The sequences of rows of ids or of packed text that are trained on, or those that are kept for validation.
+
+    Raises:
+        UserError: there is one sequence alone.
+    """
+
+    def __init__(self, source: RowSource, choice: Choice):
+        if len(source) < 2:
+            raise UserError(
+                "--validation_split keeps sequences for validation, and the data has one alone: give more data, or "
+                "--test_dir"
+            )
+        self._source, self._numbers = source, choice.of(len(source))
+        self.fingerprint = digest_of(source.fingerprint, dataclasses.astuple(choice))
+        self.digest = source.digest
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def rows(self, indices: np.ndarray) -> list[Row]:
+        """Return sequences by number."""
+        return self._source.rows(self._numbers[indices])
 
 
 class PackedSamples:
@@ -95,7 +120,7 @@ class PackedSamples:
         trained = np.concatenate([_trained(*both) for both in zip(stores, split, strict=True)])[chosen]
         idle, chosen = int((trained.min(1) == 0).sum()), chosen[trained.min(1) > 0]
         if not len(chosen):
-            way = "raise --max_context_width" if pairs else "--train_on all trains on all tokens"
+            way = "raise --max_context_width" if pairs or len(long) else "--train_on all trains on all tokens"
             raise UserError(
                 f"the {what} has no token to train on: all {idle} samples are without an assistant's turn in their "
                 f"first {sequence_length} tokens; {way}"

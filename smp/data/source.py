@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from smp.data.hf import TABLES, open_mapped, saved_files
+from smp.config import AUTO
+from smp.data.config import DataConfig, Split
+from smp.data.hf import SPLIT_NAMES, TABLES, named_files, open_mapped, saved_files
 from smp.data.jsonl import LINES
 from smp.data.packing import PackedRows, WindowRows
 from smp.data.rows import COLUMNS, Reader, open_ids, refuse_unread, texts_format
@@ -21,6 +24,10 @@ from smp.errors import UserError
 KINDS = {"JSON lines": JSONL, "text": TEXT, "parquet": PARQUET, "Arrow": ARROW, "CSV": CSV}
 OF_TYPE = {"auto": tuple(KINDS), "gpt_jsonl": ("JSON lines",), "hf": ("parquet", "Arrow", "CSV"), "text": ("text",)}
 OF_TYPE["chat"] = ("JSON lines", *OF_TYPE["hf"])
+
+CONVERSATIONS = (
+    ("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("chosen", "rejected"),
+)  # fmt: skip
 
 # As `datasets` has them, which takes such files of a folder for other splits.
 HELD_OUT = {"validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"}
@@ -92,6 +99,46 @@ def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", z
     if split == "train" and not any(character in shown for character in GLOB_CHARACTERS):
         _warn_of_other_splits(shown, files)
     return Found(shown, next(iter(counts)), files)
+
+
+def find_split(config: DataConfig, split: Split) -> Found:
+    """Find the files of one split; raises UserError where there are none."""
+    of_training = split == "train" or bool(config.validation_split)
+    flag, part = ("training_dir", "train") if of_training else ("test_dir", "validation")
+    path: str | None = getattr(config, flag)
+    if path is None and config.dataset_name is not None:
+        chosen = config.dataset_split
+        wanted = (chosen,) if chosen and (of_training or config.evaluate_only) else SPLIT_NAMES[part]
+        # Validation reads another split than the one that is trained on.
+        wanted = wanted if wanted == (chosen,) else tuple(each for each in wanted if each != chosen)
+        files = named_files(config.dataset_name, config.dataset_config_name, wanted)
+        return Found(config.dataset_name, "Arrow", files, saved=True)
+    if path is None:
+        raise UserError(f"no {split} data: set --{flag}")
+    try:
+        return find_data([path], part, dataset_type=config.dataset_type, zipped=config.zipped_data)
+    except UserError as error:
+        kind = "" if config.dataset_type == AUTO else f" with --dataset_type {config.dataset_type}"
+        raise UserError(f"--{flag}{kind}: {error}") from None
+
+
+def with_type(config: DataConfig, *, pairs: bool, look: bool = True) -> DataConfig:
+    """Return the settings with ``--dataset_type chat`` where that is auto, and the data conversations or pairs.
+
+    Data that cannot be read is left to :func:`create_data_pipeline`, which tells why.
+
+    Args:
+        pairs: the data is pairs.
+        look: otherwise, read the first row to find out.
+    """
+    if config.dataset_type != AUTO or config.use_synthetic_data:
+        return config
+    if look and not pairs:
+        with contextlib.suppress(UserError):
+            pairs = _has_conversations(find_split(config, "validation" if config.evaluate_only else "train"))
+            if pairs:
+                log.info("The data has conversations: they are read as by --dataset_type chat")
+    return dataclasses.replace(config, dataset_type="chat") if pairs else config
 
 
 def _warn_of_other_splits(shown: str, files: list[DataFile]) -> None:
@@ -174,8 +221,25 @@ def _is_text(found: Found, text_key: str) -> bool:
     """
     where, row = next(found.examples(COLUMNS), ("", {}))
     if "input_ids" not in row:
-        if text_key not in row and ("messages" in row or {"prompt", "completion"} <= row.keys()):
-            raise UserError(f"{found.path} contains conversations: set --dataset_type chat")
+        if _is_conversation(row, text_key):
+            raise UserError(f"{found.path} contains conversations: train on them with --dataset_type chat")
         return text_key in row
     refuse_unread(row, where)
     return False
+
+
+def _has_conversations(found: Found) -> bool:
+    """Return whether the first row is a conversation or a pair of answers; raises UserError where it cannot be read."""
+    row = {} if found.kind == "text" else next(found.examples(COLUMNS), ("", {}))[1]
+    if row.keys() >= {"messages", "text"} and "input_ids" not in row:
+        log.warning(
+            "Rows have messages and text: all of the text is trained on; --dataset_type chat reads the messages"
+        )
+    return _is_conversation(row, "text")
+
+
+def _is_conversation(row: Mapping[str, Any], text_key: str) -> bool:
+    """Return whether a row has the columns of a conversation or of a pair, and neither ids nor a text."""
+    if row.keys() & {"input_ids", text_key}:
+        return False
+    return any(row.keys() >= {*form} for form in CONVERSATIONS)

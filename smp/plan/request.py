@@ -13,6 +13,7 @@ from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
 from smp.data.config import NO_DATA, DataConfig
 from smp.data.data_pipeline import BatchShape, open_samples
+from smp.data.source import with_type
 from smp.errors import ConfigError, UserError
 from smp.memory.estimate import estimate_memory, free_blocks, processes_that_fit
 from smp.memory.shape import ModelShape
@@ -91,6 +92,10 @@ def read_request(
     """
     try:
         config = parse_args(argv)
+        data = with_type(config.data, pairs=config.preference.dpo, look=config.data.training_dir is not None)
+        if data.is_chat and not config.data.is_chat:
+            argv = [*argv, "--dataset_type", "chat"]
+            config = parse_args(argv)
         if config.data.evaluate_only:
             raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
         if problems := config.preference.misfits_of_loss(config.loss, config.model, config.lora):

@@ -37,6 +37,7 @@ from smp.train.elsewhere import (
     planned_launch,
     present_data,
     present_model,
+    typed_data,
 )
 from smp.train.output_paths import check_output, storages_of
 
@@ -110,6 +111,7 @@ def check_job(config: TrainConfig, launch: Launch) -> CheckedJob:
         ConfigError: with every problem found.
     """
     missing = missing_data(config)
+    config = dataclasses.replace(config, data=typed_data(config))
     problems = Problems(missing)
     job, size, output = _check_settings(config, launch, problems)
     data = None

@@ -9,6 +9,7 @@ import os
 import torch
 
 from smp.data.config import DataConfig, Split
+from smp.data.source import with_type
 from smp.errors import hub_advice
 from smp.log import get_logger
 from smp.models.model_config import ModelConfig
@@ -83,6 +84,14 @@ def present_model(config: TrainConfig) -> ModelConfig:
 def missing_data(config: TrainConfig) -> list[str]:
     """Name data that is needed and not given; on other machines it may be SageMaker's channel."""
     return [] if is_elsewhere(config) else config.data.missing()
+
+
+def typed_data(config: TrainConfig) -> DataConfig:
+    """Return the settings of the data with what ``--dataset_type auto`` finds, as far as it is on this machine."""
+    data = config.data
+    path = data.test_dir if data.evaluate_only else data.training_dir
+    look = not is_elsewhere(config) or (path is not None and not _is_absent(path))
+    return with_type(data, pairs=config.preference.dpo, look=look)
 
 
 def present_data(config: TrainConfig, split: Split) -> DataConfig:

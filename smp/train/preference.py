@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp.config import LossConfig, Section, setting
+from smp.config import AUTO, LossConfig, Section, setting
 from smp.data.config import DataConfig
 from smp.host_copies import to_device
 from smp.loss import IGNORE_INDEX
@@ -66,7 +66,7 @@ class Config(Section):
             return found
         if data.use_synthetic_data:
             found.append("--dpo 1 trains on pairs, and --use_synthetic_data 1 has none: set --training_dir instead")
-        elif data.dataset_type != "chat":
+        elif data.dataset_type not in (AUTO, "chat"):
             found.append(f"--dpo 1 reads pairs, not --dataset_type {data.dataset_type}: set --dataset_type chat")
         elif data.train_on not in ("auto", "completion"):
             found.append(f"--dpo 1 compares complete answers, not --train_on {data.train_on}: leave that out")

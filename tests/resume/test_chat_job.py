@@ -51,8 +51,8 @@ def test_the_curve_is_the_same_at_any_layout(tmp_path):
 def test_conversations_that_cannot_be_used_are_one_sentence(tmp_path):
     data = tmp_path / "chats.jsonl"
     for lines, more, sentence in (
-        ([{"conversations": ASKED}], [], "chats.jsonl, line 1: has no conversation; keys found: conversations"),
-        ([{"text": "Where?"}], ["--chat_template", tmp_path], "cannot be read"),
+        ([{"texts": ASKED}], [], "chats.jsonl, line 1: has no conversation; keys found: texts; needed is messages"),
+        ([{"text": "Where?"}], ["--chat_template", tmp_path], "is a directory without a chat template"),
         ([{"text": "Where?"}], ["--dataset_type", "auto", "--train_on", "last"], "--train_on is for conversations"),
     ):
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))

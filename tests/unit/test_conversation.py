@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
+import signal
 
 import pytest
 from tokenizers import processors
 
-from smp.data.conversation import Chat, ConversationError, chat_of
+from smp.data import template
+from smp.data.columns import unread
+from smp.data.conversation import Chat, chat_of
+from smp.data.messages import TRAINED, ConversationError
 from smp.data.pairs import encode_pair
 from smp.errors import UserError
 from tests.chat import TEMPLATES, chat_tokenizer, marked
@@ -132,10 +137,86 @@ def test_settings_of_a_template_are_the_samples():
     assert marked(*encode_pair(words, pair)[1]) == f"{asked}⟦I am at the mast. /no_think</s>⟧"
 
 
-def test_turns_that_are_not_to_be_trained_on():
-    for key, values in (("weight", (0, 1)), ("train", (False, True))):
-        turns = [ASKED[1], {**ASKED[2], key: values[0]}, {**ASKED[3], key: values[0]}, {**ASKED[4], key: values[1]}]
+@pytest.mark.parametrize("key", [key for key in TRAINED if key != "train_detail"])
+def test_turns_that_are_not_to_be_trained_on(key):
+    for no, yes in ((0, 1), (False, True), (0.0, 1.0)):
+        turns = [ASKED[1], {**ASKED[2], key: no}, {**ASKED[3], key: no}, {**ASKED[4], key: yes}]
         assert shown("gemma3", turns) == shown("gemma3", ASKED[1:], "last")
+    with pytest.raises(
+        ConversationError, match=rf"messages\[1\] has role 'assistant' and {key} 0.5; allowed: 0, and 1"
+    ):
+        shown("gemma3", [ASKED[1], {**ASKED[2], key: 0.5}])
+
+
+def test_columns_beside_messages_are_obeyed():
+    turns, tools = ASKED[1:3], [{"type": "function", "function": {"name": "look"}}]
+    alone = chat("llama3_1").encode({"messages": ASKED[:3]})
+    same = {"system": ASKED[0]["content"], "label": True, "images": [], "tool_defs": None, "weight": 1, "id": 7}
+    for sample in ({"messages": turns, **same}, {"messages": ASKED[:3], **same}):
+        assert marked(*chat("llama3_1").encode(sample)) == marked(*alone)
+    pair = encode_pair(chat("llama3_1"), {"prompt": turns[:1], "chosen": turns[1:], "rejected": ASKED[4:], **same})
+    completion = {"prompt": turns[:1], "completion": turns[1:], **same}
+    assert marked(*pair[0]) == marked(*alone) == marked(*chat("llama3_1").encode(completion))
+    listed = Chat(
+        chat_tokenizer(),
+        "{{ tools }}{{ documents }}{% for m in messages %}{{ m.content + (m.tool_calls or []) | join + '</s>' }}"
+        "{% endfor %}",
+    )
+    called = {**TOOLS[1], "tool_calls": json.dumps(TOOLS[1]["tool_calls"])}
+    for given, text in ((tools, json.dumps(tools)), ([], "")):
+        sample = {"messages": turns, "tools": given, "documents": [{"title": "a", "text": "b"}]}
+        expected = listed.encode({**sample, "tools": given or None})
+        assert marked(*listed.encode({**sample, "tools": text})) == marked(*expected)
+    assert marked(*listed.encode({"messages": json.dumps([turns[0], called])})) == marked(
+        *listed.encode({"messages": [turns[0], TOOLS[1]]})
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "match"),
+    [
+        ("images", ["a.png"], "has images, and only text can be trained on"),
+        ("videos", ["a.mp4"], "has videos, and only text can be trained on"),
+        ("system", "Be long.", "has system, and messages that begin with another system message"),
+        ("system", ["Be long."], "has system that is a list; it must be a text"),
+        ("label", False, "has label false, which marks an answer that is not desired"),
+        ("tool_defs", [{"name": "f"}], "has tool_defs, which is not read: rename it to tools"),
+        ("documents", [{"title": "t", "text": "x"}], "has documents, which the chat template does not read"),
+        ("loss_mask", [0, 1], "has loss_mask beside the texts, which is not read: remove it"),
+        ("assistant_masks", [0, 1], "has assistant_masks beside the texts, which is not read: remove it"),
+        ("loss_weight", 0.5, "has loss_weight beside the texts, which is not read"),
+        ("tools", "{", "has tools that are a text, which is not valid JSON"),
+        ("tools", "{}", "has tools that are a text of JSON with a dict; it must be a list"),
+    ],
+)
+def test_columns_that_change_a_conversation_are_refused_by_name(column, value, match):
+    with pytest.raises(ConversationError, match=match):
+        chat("qwen3").encode({"messages": ASKED, column: value})
+    said = {"prompt": ASKED[:2], "chosen": ASKED[2:3], "rejected": ASKED[4:]}
+    with pytest.raises(ConversationError, match=match):
+        encode_pair(chat("qwen3"), {**said, column: value})
+
+
+def test_columns_that_are_not_read_are_named():
+    turns = [{**ASKED[1], "id": 1, "loss": 0, "name": None}, {**THOUGHT[1], "score": 0.5}]
+    sample = {"messages": turns, "prompt": "Where?", "url": "x", "images": [], "tools": [{"a": 1}], "label": None}
+    sample["chat_template_kwargs"] = {"enable_thinking": False}
+    found = ["messages.id", "messages.score", "prompt", "url", "chat_template_kwargs.enable_thinking"]
+    assert unread([sample, sample], chat("qwen3").template, pairs=False) == found
+    assert unread([{"prompt": "a", "completion": "b", "n": 1}], None, pairs=False) == ["n"]
+    assert unread([{"text": "a", "tools": "b"}], None, pairs=False) == ["tools"]
+    whole = {"prompt": "a", "chosen": ASKED, "rejected": ASKED, "tools": [1], "messages": ASKED}
+    assert unread([whole], "", pairs=True) == ["messages"]
+
+
+def test_the_end_of_a_call_is_no_stop_token():
+    """As in GLM-4.5, where the header of the next turn ends one, and </tool_call> is a token that is not special."""
+    tokenizer = copy.deepcopy(chat_tokenizer())
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"])
+    words = chat_of(tokenizer, "here", template=str(TEMPLATES / "glm4_5.jinja"), train_on="auto")
+    for turns in (TOOLS[:2], TOOLS, ASKED):
+        with pytest.raises(ConversationError, match="no special token: a model trained so would not stop"):
+            words.encode({"messages": turns})
 
 
 def test_a_first_turn_of_the_assistant_is_trained_on_without_its_header():
@@ -186,6 +267,69 @@ def test_white_space_of_a_turn_is_trained_on(trim):
     assert marked(*words.encode({"messages": turns})).endswith("⟦In  the\n\n   sea <|im_end|>⟧\n")
 
 
+def test_texts_need_no_chat_template():
+    words = chat_of(chat_tokenizer(), "here", template=None, train_on="auto")
+    assert marked(*words.encode({"prompt": "Where", "completion": " is"})) == "Where⟦ is</s>⟧"
+    pair = encode_pair(words, {"prompt": "Where", "chosen": " is", "rejected": " it"})
+    assert [marked(*each) for each in pair] == ["Where⟦ is</s>⟧", "Where⟦ it</s>⟧"]
+
+
+@pytest.mark.parametrize("kind", ["chatml", "directory", "tokenizer_config.json"])
+def test_where_a_template_comes_from(tmp_path, kind):
+    name, text = str(tmp_path), (TEMPLATES / "gemma3.jinja").read_text()
+    if kind == "directory":
+        (tmp_path / "chat_template.jinja").write_text(text)
+    elif kind != "chatml":
+        (tmp_path / kind).write_text(json.dumps({"chat_template": text}))
+    else:
+        name = kind
+    words = chat_of(chat_tokenizer(), "here", template=name, train_on="auto")
+    expected = (
+        shown("gemma3", ASKED[:3])
+        if kind != "chatml"
+        else (
+            "<|im_start|>system\nYou are a sailor.<|im_end|>\n<|im_start|>user\nWhere is the whale?<|im_end|>\n"
+            "<|im_start|>assistant\n⟦It is in the sea.<|im_end|>⟧\n"
+        )
+    )
+    assert marked(*words.encode({"messages": ASKED[:3]})) == expected
+
+
+def test_a_template_that_does_not_end_is_interrupted(monkeypatch):
+    monkeypatch.setattr(template, "RENDER_SECONDS", 0.2)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    former = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(ConversationError, match=r"computes for more than 0.2 seconds, as one that loops without end"):
+        Chat(chat_tokenizer(), loop).encode({"messages": ASKED})
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0) and signal.getsignal(signal.SIGVTALRM) == former
+
+
+def test_forms_of_sharegpt_and_alpaca_are_messages():
+    expected = shown("qwen3", ASKED[:3])
+    roles = {"user": "human", "assistant": "gpt", "system": "system"}
+    turns = [{"from": roles[each["role"]], "value": each["content"], "weight": None} for each in ASKED[:3]]
+    alpaca = {"instruction": "Where is", "input": "the whale?", "output": ASKED[2]["content"], "history": []}
+    lines = {**alpaca, "instruction": ASKED[1]["content"], "input": ""}
+    for sample in (
+        {"conversations": turns},
+        {"conversations": ASKED[:3]},
+        {"conversations": json.dumps(turns)},
+        {"conversations": turns[1:], "system": ASKED[0]["content"]},
+        {**lines, "system": ASKED[0]["content"]},
+    ):
+        assert marked(*chat("qwen3").encode(sample)) == expected
+    assert "user\nWhere is\nthe whale?<|im_end|>" in marked(*chat("qwen3").encode(alpaca))
+    left_out = [*turns, turns[1], {**turns[2], "weight": 0}]
+    assert marked(*chat("llama3_1").encode({"conversations": left_out})).count("⟦") == 1
+    for sample, match in (
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "role 'function_call'; allowed"),
+        ({**alpaca, "history": [["a", "b"]]}, "has history, which is not read"),
+        ({"instruction": "a", "output": None}, "keys found: instruction, output; needed is messages"),
+    ):
+        with pytest.raises(ConversationError, match=match):
+            chat("qwen3").encode(sample)
+
+
 def test_prompt_and_completion_and_text():
     words = chat("gemma3")
     assert marked(*words.encode({"prompt": "Where is", "completion": " the whale?"})) == "Where is⟦ the whale?</s>⟧"
@@ -203,10 +347,10 @@ def test_prompt_and_completion_and_text():
 @pytest.mark.parametrize(
     ("sample", "name", "train_on", "match"),
     [
-        ({"conversations": []}, "qwen3", "auto", "keys found: conversations; needed is messages, or prompt"),
+        ({"texts": []}, "qwen3", "auto", "keys found: texts; needed is messages, or prompt"),
         ({"messages": []}, "qwen3", "auto", "messages must be a list of messages, it is empty"),
         ({"prompt": "a", "completion": ASKED[2:3]}, "qwen3", "auto", "of messages, they are a str and a list"),
-        ({"conversations": []}, "qwen3", "auto", "rename conversations to messages, and ShareGPT's from and value"),
+        ({"conversations": []}, "qwen3", "auto", "messages must be a list of messages, it is empty"),
         ({"messages": [{**ASKED[1], "weight": 1}]}, "qwen3", "auto", r"\[0\] has role 'user' and weight 1; allowed: 0"),
         ({"messages": [{**ASKED[2], "weight": 0.5}]}, "qwen3", "auto", "weight 0.5; allowed: 0, and 1 for assistant"),
         ({"messages": [ASKED[1], {**ASKED[2], "train": False}]}, "qwen3", "all", "2 is not to be trained on"),
@@ -218,6 +362,10 @@ def test_prompt_and_completion_and_text():
         ({"text": "\ud800"}, "qwen3", "auto", "a text that is not Unicode"),
         ({"messages": [{"from": "human", "value": "x"}]}, "qwen3", "auto", "it has the keys from, value"),
         ({"messages": [{"role": "human", "content": "x"}]}, "qwen3", "auto", "role 'human'; allowed: system"),
+        ({"messages": [ASKED[1], {**ASKED[2], "train_detail": [{"a": 1}]}]}, "qwen3", "auto", "and train_detail"),
+        ({"messages": [{**ASKED[1], "images": ["a"]}]}, "qwen3", "auto", r"messages\[0\] has images, and only text"),
+        ({"messages": [ASKED[1], {**ASKED[2], "function_call": {"name": "f"}}]}, "qwen3", "auto", "rename it to tool"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "qwen3", "auto", "has system, and a prompt that is a text"),
         ({"messages": [{"role": "user", "content": None}]}, "qwen3", "auto", "content that is null; it must be"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "qwen3", "auto", "not text"),
         ({"messages": ASKED[1:2] * 2}, "gemma3", "auto", "refuses it: roles must alternate"),
@@ -255,13 +403,16 @@ def test_a_template_that_shows_no_turn_behind_its_generation_prompt_is_refused()
 
 
 def test_tokenizers_that_cannot_be_used(tmp_path):
-    with pytest.raises(UserError, match="has no chat template: give --chat_template FILE"):
-        chat_of(chat_tokenizer(), "here", template=None, train_on="auto")
+    with pytest.raises(ConversationError, match="has no chat template: give --chat_template FILE, a chat model's"):
+        chat_of(chat_tokenizer(), "here", template=None, train_on="auto").encode({"messages": ASKED})
     several = copy.deepcopy(chat_tokenizer())
     several.chat_template = {"default": "", "tool_use": ""}
-    with pytest.raises(UserError, match=r"has several chat templates \(default, tool_use\): give the file of one by"):
-        chat_of(several, "here", template=None, train_on="auto")
-    with pytest.raises(UserError, match="cannot be read"):
-        chat_of(chat_tokenizer(), "here", template=str(tmp_path), train_on="auto")
+    with pytest.raises(
+        ConversationError, match=r"several chat templates \(default, tool_use\): give the file of one by"
+    ):
+        chat_of(several, "here", template=None, train_on="auto").encode({"messages": ASKED})
+    for name, match in (("none.jinja", "cannot be read"), (".", "is a directory without a chat template")):
+        with pytest.raises(UserError, match=match):
+            chat_of(chat_tokenizer(), "here", template=str(tmp_path / name), train_on="auto")
     with pytest.raises(UserError, match="has no tokenizer"):
         chat_of(object(), "here", template=None, train_on="auto")

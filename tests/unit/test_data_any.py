@@ -328,12 +328,36 @@ def test_document_mask_of_ids_uses_the_end_that_the_model_names(tmp_path, caplog
     plan = plan_of([*words], tmp_path, model=["--model", "llama_tiny"], data=[])
     (microbatch,) = next(iter(plan.train_data)).microbatches
     assert microbatch["position_ids"][0, :4].tolist() == [0, 1, 0, 1]
-    assert "documents end with token 0, the model's eos_token_id" in caplog.text
+    assert "training data: documents end with token 0, the model's eos_token_id: 2 in 1 rows" in caplog.text
     with pytest.raises(UserError, match="and the model's config names no one eos_token_id: set --tokenizer"):
         plan_of([*words], tmp_path, data=[])
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (
+            [{"input_ids": [1, 5, 6, 1, 7]}],
+            "separates nothing: in 1 rows (5 tokens) no document ends with token 0, the",
+        ),
+        ([{"input_ids": [1, 5, 6, 0]}] * 2, "separates nothing: in 2 rows (8 tokens) no document ends"),
+        ([{"input_ids": [5, 0, 6, 0]}] * 2, "4 in 2 rows or texts (8 tokens)"),
+        ([{"input_ids": [5, 0, 6, 0, 0, 0], "labels": [5, 0, 6, 0, -100, -100]}], "2 in 1 rows or texts (6 tokens)"),
+        ([{"input_ids": [5, 0, 6, 0], "labels": [-100, -100, 6, 0]}], "1 of these 2 documents have no token that is"),
+        ([{"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 1, 0]}], "separates nothing"),
+    ],
+)
+def test_document_mask_says_what_it_separates(tmp_path, caplog, rows, told):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    caplog.set_level("INFO")
+    config = DataConfig(training_dir=str(tmp_path), document_mask=True, data_cache_dir=str(tmp_path / "cache"))
+    create_data_pipeline(config, split="train", batch=shape(eos_token_id=0))
+    lines = [record for record in caplog.records if told in record.getMessage()]
+    assert len(lines) == 1 and (lines[0].levelname == "WARNING") == ("no " in told or "nothing" in told)
+    assert ("trained on" in caplog.text) == ("trained" in told or "have no token" in told)
+
+
 def test_conversations_are_named_where_they_are_not_asked_for(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "Where?"}]}\n')
-    with pytest.raises(UserError, match="contains conversations: set --dataset_type chat"):
+    with pytest.raises(UserError, match="contains conversations: train on them with --dataset_type chat"):
         create_data_pipeline(DataConfig(training_dir=str(tmp_path)), split="train", batch=shape())

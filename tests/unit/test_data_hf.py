@@ -82,14 +82,15 @@ def test_fixed_and_large_lists_and_masks_are_read(tmp_path):
     assert tokens_of(source) == [[1, 2], [3, 4]] and source.rows(np.array([1]))[0].mask.tolist() == [0, 1]
 
 
-def test_a_dataset_dict_gives_the_split(tmp_path):
+@pytest.mark.parametrize("split", ["test", "valid", "dev"])
+def test_a_dataset_dict_gives_the_split(tmp_path, split):
     import datasets
 
-    parts = {name: datasets.Dataset.from_dict({"input_ids": [[n]]}) for n, name in enumerate(("train", "test"))}
+    parts = {name: datasets.Dataset.from_dict({"input_ids": [[n]]}) for n, name in enumerate(("train", split))}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
     assert tokens_of(open_all(tmp_path / "d", tmp_path / "c")) == [[0]]
     assert tokens_of(open_all(tmp_path / "d", tmp_path / "c", "validation")) == [[1]]
-    datasets.DatasetDict({"other": parts["test"]}).save_to_disk(str(tmp_path / "o"))
+    datasets.DatasetDict({"other": parts[split]}).save_to_disk(str(tmp_path / "o"))
     with pytest.raises(UserError, match="has the splits other, but no train"):
         open_all(tmp_path / "o", tmp_path / "c")
 
@@ -293,7 +294,9 @@ def test_a_dataset_by_name_comes_from_the_cache(tmp_path, hub_cache):
     assert by_name(tmp_path, "validation", dataset_config_name="default", evaluate_only=True) == expected[:1]
     named = {"dataset_config_name": "default", "evaluate_only": True, "dataset_split": "train"}
     assert by_name(tmp_path, "validation", fast_validation=False, **named) == expected
-    with pytest.raises(UserError, match=r"has the splits train, test, but no validation or val: .*--test_dir gives"):
+    with pytest.raises(
+        UserError, match=r"has the splits train, test, but no validation or valid or val or dev: .*--test_dir gives"
+    ):
         by_name(tmp_path, "validation", dataset_config_name="default", dataset_split="test", validation_freq=1)
     with pytest.raises(UserError, match=r"someone/texts has the splits .*, but no train\[:1\]: --dataset_split names"):
         by_name(tmp_path, dataset_config_name="default", dataset_split="train[:1]")

@@ -7,6 +7,7 @@ import math
 import pathlib
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from smp.errors import ConfigError
 from smp.parallel import nf4
 from smp.parallel.linear import product_of
 from smp.train.preference import PairLoss, loss_of, pair_losses
-from tests.flags import check, one_process, parse, plan_of
+from tests.flags import check, in_child, one_process, parse, plan_of
 from tests.tensor_parallel import whole
 
 SAMPLE = pathlib.Path(__file__).parents[2] / "data" / "sample"
@@ -52,6 +53,61 @@ def test_conversations(tmp_path, capfd):
     template = tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}{{ m.content + m.content + eos_token }}{% endfor %}")
     assert trained("--chat_template", template)[0] > first
+
+
+@in_child
+def test_auto_finds_conversations_and_pairs(tmp_path, caplog):
+    def opened(rows, *words):
+        file = tmp_path / "a.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = ["--training_dir", file, "--tokenizer_name_or_dir", SAMPLE / "tokenizer", "--vocab_size", 2048]
+        return plan_of([*words, "--lora_rank", 2, "--max_context_width", 128], tmp_path, data=data)
+
+    template = ["--chat_template", SAMPLE / "chat_template.jinja"]
+    more = {"url": "x", "system": "Be brief."}
+    said = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Emma."}]
+    for row in (
+        {"messages": TURNS}, {"conversations": said}, {"prompt": TURNS[:1], "completion": TURNS[1:]},
+        {"instruction": "Who?", "input": "", "output": "Emma."},
+    ):  # fmt: skip
+        caplog.clear()
+        job = opened([{**row, **more}] * 4, *template)
+        source = job.train_data._microbatches.source
+        assert job.config.data.is_chat and int((source.sample(0)[1] != -100).sum()) == 6
+        told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert told[0] == "training data: not read are url" and "the column system is the first message" in told[1]
+    assert opened([{"prompt": "Who?", "completion": " Emma."}] * 2).config.data.is_chat  # no template is needed
+    pair = {"prompt": "Who?", "chosen": " Emma.", "rejected": " Ahab."}
+    assert opened([pair] * 2, "--dpo", 1).config.data.is_chat
+    with pytest.raises(ConfigError, match="line 1: is a pair of answers: --dpo 1 trains on such"):
+        opened([pair] * 2)
+    assert not opened([{"text": "Emma.", "messages": TURNS}] * 40).config.data.is_chat
+    assert "all of the text is trained on; --dataset_type chat reads the messages" in caplog.text
+    with pytest.raises(ConfigError, match="--train_on is for conversations, and the data has none: leave it out"):
+        opened([{"text": "Emma."}] * 40, "--train_on", "last")
+
+
+@in_child
+def test_sequences_of_other_data_are_held_out(tmp_path):
+    file = tmp_path / "a.jsonl"
+    for rows in ([{"input_ids": [number, 1, 2]} for number in range(20)], [{"text": "Emma walks home. " * 200}] * 2):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = ["--training_dir", file, "--tokenizer_name_or_dir", SAMPLE / "tokenizer", "--vocab_size", 2048]
+        whole = plan_of([], tmp_path, data=data).train_data
+        job = plan_of(["--validation_split", 0.25, "--validation_freq", 1], tmp_path, data=data)
+        parts = [job.train_data, job.validation_data]
+        count = whole.samples_per_epoch
+        assert [each.samples_per_epoch for each in parts] == [count - round(count / 4), round(count / 4)]
+        ids = [
+            sorted(row.tokens.tolist() for row in each._microbatches.source.rows(np.arange(each.samples_per_epoch)))
+            for each in (whole, *parts)
+        ]
+        assert (
+            sorted(ids[1] + ids[2]) == ids[0] and len({whole.fingerprint, *(each.fingerprint for each in parts)}) == 3
+        )
+    file.write_text('{"input_ids": [1]}\n')
+    with pytest.raises(ConfigError, match="--validation_split keeps sequences for validation, and the data has one"):
+        plan_of(["--validation_split", 0.25, "--validation_freq", 1], tmp_path, data=data)
 
 
 def test_weights_in_4_bits_need_torchao(monkeypatch, tmp_path):

@@ -31,6 +31,7 @@ SECRET = "s3cr3tVALUE9"
     [
         f"hf_access_token={SECRET}",
         f"token: {SECRET}",
+        f"token: a{SECRET} of mine",
         f'{{"password": "{SECRET}", "n": 1}}',
         f"{{'AWS_SECRET_ACCESS_KEY': '{SECRET}'}}",
         f"WANDB_API_KEY = {SECRET}",
@@ -88,6 +89,8 @@ def test_only_the_value_is_hidden():
         "missing key: model.layers.0.mlp.up_proj.weight",
         "Basic tokenization of ------------ 12 files",
         "ssh://git@github.com/a/b",
+        "ends a turn with 'x', no special token: a model trained so would not stop",
+        "this user has no entry in passwd: set HOME to a folder",
     ],
 )
 def test_ordinary_text_is_left_alone(text):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from smp.data.conversation import Chat, ConversationError
+from smp.data.conversation import Chat
+from smp.data.messages import ConversationError
 from smp.data.packing import Collator
 from smp.data.pairs import encode_pair
 from smp.data.samples import Choice, PackedSamples

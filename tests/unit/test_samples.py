@@ -65,8 +65,9 @@ def test_long_samples_and_those_without_a_trained_token(caplog):
     assert [row.documents.tolist() for row in dropped.rows(np.arange(len(dropped)))] == [[3]]
     with pytest.raises(UserError, match=r"a\.jsonl, sample 2 has 10 tokens, more than --max_context_width 8"):
         packed(data, overlong="refuse")
-    with pytest.raises(UserError, match="no token to train on: all 1 samples"):
-        packed([stored("....")])
+    for sample, way in (("....", "--train_on all"), ("........xx", "raise --max_context_width")):
+        with pytest.raises(UserError, match=f"no token to train on: all 1 samples .*; {way}"):
+            packed([stored(sample)])
     assert len({cut.fingerprint, dropped.fingerprint}) == 2
 
 
