@@ -20,7 +20,6 @@ import torch
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.object_store import is_url
 from smp.checkpoint.reader import CheckpointReader
-from smp.checkpoint.restore import ARCHITECTURE_KEYS
 from smp.cli.checkpoints import one_checkpoint
 from smp.cli.find import existing_directory, is_checkpoint, is_model
 from smp.cli.output import dtype_name, progress, shown, table
@@ -29,6 +28,7 @@ from smp.cli.verify import verified
 from smp.comm.report import readable
 from smp.errors import UserError
 from smp.json_input import read_object
+from smp.models.hf_values import is_computed
 
 # Elements that are compared at a time.
 BLOCK = 4 << 20
@@ -117,8 +117,8 @@ def compare_facts(a: Side, b: Side) -> tuple[list[tuple[str, str, str]], bool]:
     names = list(a.facts | b.facts)
     if a.is_model != b.is_model:
         # A model says nothing of a run, and its config.json more than what its architecture is.
-        kept = tuple(f"model.{key}" for key in ARCHITECTURE_KEYS)
-        names = [name for name in names if name in a.facts and name in b.facts and name.startswith(kept)]
+        both = (name for name in names if name in a.facts and name in b.facts and name.startswith("model."))
+        names = [name for name in both if is_computed(name.removeprefix("model."))]
     different = [name for name in names if a.facts.get(name, _MISSING) != b.facts.get(name, _MISSING)]
     rows = [(shown(n, 60), shown(a.facts.get(n, _MISSING), 60), shown(b.facts.get(n, _MISSING), 60)) for n in different]
     return rows, any(map(_counts, different))
