@@ -71,7 +71,7 @@ def evaluate(job: CheckedJob, guard: Guard) -> int:
 
         start = search.fill(start, fill)
         if start.checkpoint is not None:
-            give_references(job, model, setup, enter=guard.enter)
+            give_references(job, start, model, setup, enter=guard.enter)
         for change in changes_evaluated(start, job):
             logger.warning("Changed since the checkpoint: %s", change)
         guard.enter("validation")

@@ -15,7 +15,7 @@ from smp.config import flag_text
 from smp.errors import UserError
 from smp.log import get_logger
 from smp.models.weight_files import ADAPTER_CONFIG
-from smp.train.arguments import FLAGS, TrainConfig
+from smp.train.arguments import FLAGS
 from smp.train.checked_job import CheckedJob
 from smp.train.state import Start
 
@@ -79,12 +79,12 @@ def check_fits(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifest) 
         UserError: it is of another architecture, or its adapters are scaled otherwise than a flag or a file says.
     """
     check_architecture(path, saved.model["config"], job.model.hf_config)
-    _saved_values(job.config, path, saved)
+    _saved_values(job, path, saved)
 
 
-def _saved_values(config: TrainConfig, path: Path | RemoteCheckpoint, saved: Manifest) -> dict[str, Any]:
+def _saved_values(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifest) -> dict[str, Any]:
     """Return the settings that are the checkpoint's, by name."""
-    theirs, mine = adapter_settings(path, saved.model), config.lora.with_adapter()
+    theirs, mine = adapter_settings(path, saved.model), job.config.lora.with_adapter()
     if theirs is None or not mine.lora_rank:
         return {}
     for name in SCALES:
@@ -96,7 +96,7 @@ def _saved_values(config: TrainConfig, path: Path | RemoteCheckpoint, saved: Man
                 f"checkpoint {path} has adapters of {name} {theirs[name]}, and {mine.adapter_path}/{ADAPTER_CONFIG} "
                 f"says {value}: undo that change, or start from the adapter without --resume_from_checkpoint"
             )
-        if name in config.given:
+        if name in job.config.given:
             raise UserError(f"--{name} {flag_text(value)} is not that of checkpoint {path}, {theirs[name]}: leave it "
                             f"out")  # fmt: skip
     return {name: theirs[name] for name in SCALES}
@@ -106,7 +106,7 @@ def with_saved_settings(job: CheckedJob, start: Start) -> CheckedJob:
     """Return the job with the settings that are its checkpoint's, which :func:`check_fits` has passed."""
     if start.checkpoint is None or start.saved is None:
         return job
-    found = _saved_values(job.config, start.checkpoint, start.saved)
+    found = _saved_values(job, start.checkpoint, start.saved)
     for name, value in found.items():
         if value != FLAGS[name].field.default:
             logger.info("Of the checkpoint: --%s %s", name, flag_text(value))

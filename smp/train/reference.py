@@ -22,7 +22,7 @@ from smp.parallel import lora
 from smp.parallel.sharding import reshard
 from smp.parallel.technique import Setup
 from smp.train.checked_job import CheckedJob
-from smp.train.preference import Config, PairLoss
+from smp.train.preference import PairLoss
 
 logger = get_logger("train")
 
@@ -37,13 +37,25 @@ def _data(job: CheckedJob) -> dict[str, DataPipeline]:
     return validation if job.config.data.evaluate_only else {"training data": job.train_data, **validation}
 
 
+def _keeps_reference(job: CheckedJob, start: Candidate) -> bool:
+    """Tell whether there are references beside the model, and not the policy without its adapters."""
+    preference = job.config.preference
+    if preference.keeps_reference(job.settings[lora.Config]):
+        return True
+    if not preference.dpo or start.saved is None:
+        return False
+    # A run that begins from a checkpoint begins from its adapters, too, and goes on with the references of that start.
+    begins = job.config.checkpoint.reset_progress and not job.config.data.evaluate_only
+    return begins or any(name.startswith(OF_DATA) for name in start.saved.tensors)
+
+
 def expect_references(job: CheckedJob, start: Candidate, model: nn.Module) -> None:
     """Let a checkpoint that is about to be restored fill the references of its run, where the job needs them.
 
     Raises:
         UserError: it has none of this data.
     """
-    if start.saved is None or not job.config.preference.keeps_reference(job.settings[lora.Config]):
+    if start.saved is None or not _keeps_reference(job, start):
         return
     found = {
         name: torch.empty(entry.shape, dtype=entry.dtype)
@@ -60,13 +72,15 @@ def expect_references(job: CheckedJob, start: Candidate, model: nn.Module) -> No
     set_tensors_of_data(model, found)
 
 
-def give_references(job: CheckedJob, model: nn.Module, setup: Setup, *, enter: Callable[[str], None]) -> None:
+def give_references(
+    job: CheckedJob, start: Candidate, model: nn.Module, setup: Setup, *, enter: Callable[[str], None]
+) -> None:
     """Give the data the references of its pairs, computing them if none have been restored; collective.
 
     Args:
         enter: called after each batch, for the watchdog.
     """
-    if not setup.settings[Config].keeps_reference(setup.settings[lora.Config]):
+    if not _keeps_reference(job, start):
         return
     if not tensors_of_data(model):
         found = {}
