@@ -312,6 +312,13 @@ def differences(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[st
     return [f"{key} {str(mine)[:40]} instead of {str(theirs)[:40]}" for key, (mine, theirs) in found.items()]
 
 
+def number(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object, or else the object."""
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return value
+
+
 def changed_config(saved: Mapping[str, Any], hf_config: Any) -> dict[str, tuple[Any, Any]]:
     """Return by key what a config and the one that was saved as JSON have otherwise, as (saved, now).
 
@@ -322,9 +329,9 @@ def changed_config(saved: Mapping[str, Any], hf_config: Any) -> dict[str, tuple[
     if saved.get("model_type") != now.get("model_type"):
         kinds = {"model_type": (saved.get("model_type"), now.get("model_type"))}
         return {**kinds, **changed_values(saved, now)}
-    with contextlib.suppress(Exception):  # of any type, for a manifest of any content; infinity in JSON is one
-        texts = [type(hf_config).from_dict(copy.deepcopy(dict(each))).to_json_string(use_diff=False)
-                 for each in (saved, now)]  # fmt: skip
+    with contextlib.suppress(Exception):  # of any type, for a manifest of any content
+        both = (json.loads(json.dumps(each), object_hook=number) for each in (saved, now))
+        texts = [type(hf_config).from_dict(each).to_json_string(use_diff=False) for each in both]
         return changed_values(*map(json.loads, texts))
     return changed_values(saved, now)
 
