@@ -52,7 +52,7 @@ def adapter_settings(path: Path | RemoteCheckpoint, model: dict[str, Any]) -> di
     """
     try:
         return saved_settings(model)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"checkpoint {path} does not say how its adapters are scaled ({error}): resume from another "
                         f"one") from error  # fmt: skip
 

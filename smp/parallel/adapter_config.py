@@ -35,7 +35,7 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
     try:
         found = read_object(file)
         theirs = _settings(found)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise UserError(
             f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {ADAPTER_CONFIG} "
             f"and {WEIGHTS}, as peft's save_pretrained writes them"
@@ -71,7 +71,7 @@ def saved_settings(model: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the settings of a model's adapters by the names of the flags; None: its entry in a manifest has none.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it says otherwise than this version does what they are.
+        KeyError, TypeError, ValueError, AttributeError, ArithmeticError: it does not say what they are.
     """
     if WEIGHTS not in model.get("apart", {}):
         return None

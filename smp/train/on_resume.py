@@ -23,11 +23,12 @@ logger = get_logger("train")
 
 SAVED, COMPARED, TOLD, FREE = "saved", "compared", "told", "free"
 MEANING = {
-    SAVED: "it scales saved values: the checkpoint's is taken where none is given, and another one is refused",
-    COMPARED: "what it makes is compared with the checkpoint: the model's configuration and tensors, the data, the "
-    "global batch, the learning rate's horizon. What gives saved values another meaning is refused, the rest told",
-    TOLD: "a change is a warning, and applies",
-    FREE: "a change applies without a word: where, how long and how fast, but not what is trained",
+    SAVED: "it scales saved values: without the flag the checkpoint's value is taken, and another one is refused",
+    COMPARED: "what it makes is compared: the model's configuration and tensors, the data, the global batch, the "
+    "learning rate's horizon. What gives saved values another meaning is refused; other changes are warned of, and "
+    "apply",
+    TOLD: "a change is warned of, and applies",
+    FREE: "a change applies and is not warned of: it is of where, how long and how fast, and not of what is trained",
 }
 # Every setting, by what a resume does with it.
 _ON_RESUME = {
@@ -40,7 +41,7 @@ _ON_RESUME = {
         gradient_accumulation_steps global_batch_size lora_rank lora_dropout qlora
     """,
     TOLD: """
-        model model_type max_context_width attn_implementation finetune pretrained_model_name
+        model model_type initializer_range max_context_width attn_implementation finetune pretrained_model_name
         finetune_checkpoint_load_dir pretrained_checkpoint_file hf_pretrained_model_name_or_dir moe num_experts_per_tok
         num_local_experts moe_load_balancing global_token_shuffle train_on chat_template overlong max_samples
         validation_split dataset_name dataset_config_name dataset_split use_synthetic_data synthetic_samples
@@ -50,7 +51,7 @@ _ON_RESUME = {
         adapter_path dpo dpo_beta dpo_label_smoothing dpo_loss nonfinite nonfinite_budget
     """,
     FREE: """
-        summary_first_pdrop initializer_range use_smp_flash_attn delayed_param moe_all_to_all_dispatcher
+        summary_first_pdrop use_smp_flash_attn delayed_param moe_all_to_all_dispatcher
         moe_fp8_checkpoint_attn moe_fp8_checkpoint_moe show_masks data_type data_cache_dir data_num_workers
         validation_freq validation_batches val_batch_size fast_validation evaluate_only preserve_np_state output_dir
         same_seed framework dry_run dry_run_world_size plan gc_freq profile_nsys checkpoint_freq checkpoint_overhead
@@ -83,7 +84,7 @@ def check_fits(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifest) 
 
 
 def _saved_values(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifest) -> dict[str, Any]:
-    """Return the settings that are the checkpoint's, by name."""
+    """Return the settings to take from the checkpoint, by name; raises as :func:`check_fits`."""
     theirs, mine = adapter_settings(path, saved.model), job.config.lora.with_adapter()
     if theirs is None or not mine.lora_rank:
         return {}
@@ -99,7 +100,7 @@ def _saved_values(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifes
         if name in job.config.given:
             raise UserError(f"--{name} {flag_text(value)} is not that of checkpoint {path}, {theirs[name]}: leave it "
                             f"out")  # fmt: skip
-    return {name: theirs[name] for name in SCALES}
+    return {} if mine.adapter_path is not None else {name: theirs[name] for name in SCALES}
 
 
 def with_saved_settings(job: CheckedJob, start: Start) -> CheckedJob:
@@ -108,18 +109,18 @@ def with_saved_settings(job: CheckedJob, start: Start) -> CheckedJob:
         return job
     found = _saved_values(job, start.checkpoint, start.saved)
     for name, value in found.items():
-        if value != FLAGS[name].field.default:
-            logger.info("Of the checkpoint: --%s %s", name, flag_text(value))
+        if name not in job.config.given and value != FLAGS[name].field.default:
+            logger.info("Taken from the checkpoint: --%s %s", name, flag_text(value))
     config = dataclasses.replace(job.config, lora=dataclasses.replace(job.config.lora, **found))
     return dataclasses.replace(job, config=config)
 
 
 def changes_since(start: Start, job: CheckedJob, model: nn.Module) -> list[str]:
     """List what differs from the run that wrote the checkpoint, as ``name before -> now``."""
-    if start.checkpoint is None or start.saved is None or not (saved := start.saved.run.get("config")):
+    if start.checkpoint is None or start.saved is None or job.config.checkpoint.reset_progress:  # which is another run
         return []
     run = start.saved.run
-    found = [*_told(saved, job), *changes_in_training(start.checkpoint, start.saved, model)]
+    found = [*_told(run.get("config", {}), job), *changes_in_training(start.checkpoint, start.saved, model)]
     if run.get("data") not in (None, job.train_data.fingerprint):
         found.append("the data; the position in it is kept, so samples may be missed or repeated")
     batch = run.get("global_batch_size")
@@ -136,7 +137,7 @@ def changes_since(start: Start, job: CheckedJob, model: nn.Module) -> list[str]:
 def changes_evaluated(start: Start, job: CheckedJob) -> list[str]:
     """List what differs from the run that wrote the checkpoint in how its loss is computed."""
     saved = start.saved.run.get("config") if start.saved is not None else None
-    return _told(saved or {}, job, _EVALUATED)
+    return _told(saved, job, _EVALUATED) if isinstance(saved, dict) else []  # a script's has none
 
 
 def _told(saved: dict[str, Any], job: CheckedJob, sections: tuple[str, ...] | None = None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,7 @@ def of_adapters(hf_config, **changed):
         ({}, ["--lora_alpha", 64], "--lora_alpha 64.0 is not that of checkpoint .*ck, 8.0: leave it out"),
         ({}, ["--lora_alpha", 16], "--lora_alpha 16.0 is not that of checkpoint .*ck, 8.0: leave it out"),
         ({"use_rslora": True}, ["--lora_use_rslora", 0], "--lora_use_rslora 0 is not that of checkpoint .*ck, True"),
+        ({"r": math.inf}, [], "checkpoint .*ck does not say how its adapters are scaled"),
         ({"lora_alpha": None}, [], "checkpoint .*ck does not say how its adapters are scaled"),
     ],
 )
