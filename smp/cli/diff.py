@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from smp.cli.verify import verified
 from smp.comm.report import readable
 from smp.errors import UserError
 from smp.json_input import read_object
+from smp.models.checked_config import config_from
 from smp.models.hf_values import is_computed
 
 # Elements that are compared at a time.
@@ -91,11 +94,19 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     return found
 
 
+def _completed(path: Path) -> dict[str, Any]:
+    """Return a config.json with what it leaves out as transformers has it, as a checkpoint's is."""
+    content, known = read_object(path), dict[str, Any]()
+    with contextlib.suppress(UserError):
+        known = json.loads(config_from(path, content).to_json_string(use_diff=False))
+    return known | {key: value for key, value in content.items() if value is not None or key not in known}
+
+
 def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
     if not is_url(text):
         directory = existing_directory(text)
         if is_model(directory) and not is_checkpoint(directory):
-            return Side(flat(read_object(directory / "config.json"), "model"), ModelTensors(directory), True)
+            return Side(flat(_completed(directory / "config.json"), "model"), ModelTensors(directory), True)
     checkpoint = one_checkpoint(text)
     manifest = verified(checkpoint, content=False)
     if values and manifest.kind != "sharded":

@@ -254,12 +254,15 @@ def rebuilt(family: Family, values: dict[str, Any], given: Mapping[str, Any]) ->
 # generation, of heads that are not trained, of how it is computed, and the number of positions, which shapes tell where
 # they are learned. A key that is not named here counts.
 _NOT_COMPUTED = {
-    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "dtype",
-    "eos_token_id", "forced_eos_token_id", "id2label", "init_std", "initializer_factor", "initializer_range",
-    "label2id", "max_position_embeddings", "n_ctx", "n_positions", "output_attentions", "output_hidden_states",
-    "pad_token_id", "pretraining_tp", "problem_type", "rescale_prenorm_residual", "return_dict", "sep_token_id",
-    "slow_but_exact", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "transformers_version", "use_associative_scan", "use_cache", "use_mamba_kernels",
+    "_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "decoder_start_token_id", "do_sample", "dtype", "eos_token_id",
+    "forced_eos_token_id", "gradient_checkpointing", "id2label", "init_std", "initializer_factor",
+    "initializer_range", "label2id", "max_length", "max_position_embeddings", "n_ctx", "n_positions",
+    "num_logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "problem_type", "repetition_penalty", "rescale_prenorm_residual", "return_dict",
+    "sep_token_id", "slow_but_exact", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "temperature", "tokenizer_class", "top_p",
+    "torchscript", "transformers_version", "use_associative_scan", "use_cache", "use_mamba_kernels",
     "use_mambapy",
 }  # fmt: skip
 
