@@ -18,6 +18,7 @@ from docs.smp_v2_tables import FLAGS, KEYS, VARIABLES  # noqa: E402
 from smp.compat.names import NAMES  # noqa: E402
 from smp.models.preset import list_presets  # noqa: E402
 from smp.train import arguments  # noqa: E402
+from smp.train.on_resume import MEANING, ON_RESUME  # noqa: E402
 
 HEAD = """# SMP v2's names
 
@@ -97,14 +98,16 @@ def flags_page() -> str:
         "prefetch flags do. *Class* says what a flag does today: **live** changes the run; **no effect** is accepted",
         "and logged, because what it asks for is true by construction; **limited** accepts only the listed value and",
         "refuses others with a sentence. `--mp_parameters a=1,b=2`, or a JSON object, gives the settings that",
-        "SageMaker's estimator hands on so, each as its flag.",
+        "SageMaker's estimator hands on so, each as its flag. *Resume* says what a resume does with a setting:",
+        "",
     ]
+    lines += _table(["resume", ""], [[f"**{kind}**", f"{text}."] for kind, text in MEANING.items()])
     for section, cls in arguments.SECTIONS.items():
         lines += ["", f"## {section}", "", arguments.title(cls), ""]
         if section == "model":
             lines += ["Presets of `--model`: " + ", ".join(f"`{name}`" for name in list_presets()) + ".", ""]
         rows = [_flag_row(n, f) for n, f in arguments.FLAGS.items() if f.section == section and n == f.field.name]
-        lines += _table(["flag", "value", "default", "class", "meaning"], rows)
+        lines += _table(["flag", "value", "default", "class", "resume", "meaning"], rows)
     return "\n".join(lines) + "\n"
 
 
@@ -116,7 +119,7 @@ def _flag_row(name: str, flag: arguments.Flag) -> list[str]:
     elif kind == "no effect":
         meaning = f"{meaning} {metadata['no_effect']}."
     names = ", ".join(f"`--{n}`" for n in (name, *metadata["aliases"]))
-    return [names, flag.allowed, f"`{arguments.default_text(flag)}`", kind, meaning]
+    return [names, flag.allowed, f"`{arguments.default_text(flag)}`", kind, ON_RESUME[name], meaning]
 
 
 def models_page(arguments: list[str]) -> None:

@@ -24,9 +24,10 @@ from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.mirror import Rule
 from smp.checkpoint.outcome import agree, attempt
 from smp.checkpoint.remote import RemoteCheckpoint, manifest_of
-from smp.checkpoint.restore import Candidate, Damaged, Search, check_architecture, is_script, restore
+from smp.checkpoint.restore import Candidate, Damaged, Search, is_script, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, reason
+from smp.checkpoint.same_model import changes_in_training, check_architecture
 from smp.checkpoint.shards import Snapshot, snapshot_of
 from smp.checkpoint.state import (
     alike,
@@ -348,6 +349,8 @@ class Checkpointer:
         if hasattr(config, "to_json_string"):
             together(lambda: check_architecture(chosen, manifest.model["config"], config))
         restore(chosen, manifest, self._model, self._optimizer, seed=f"{manifest.step}:{alike(self._model)[0]}")
+        for change in changes_in_training(chosen, manifest, self._model) if dist.get_rank() == 0 else ():
+            logger.warning("Changed since the checkpoint: %s", change)
 
     def _candidate(self, wanted: str, damaged: Damaged) -> Candidate:
         """Return the checkpoint that rank 0 chooses, as another rank's view of the directory may be older; collective.

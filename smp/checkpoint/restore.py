@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -21,6 +20,7 @@ from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.remote import RemoteCheckpoint
 from smp.checkpoint.remote_reader import fill_from
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
+from smp.checkpoint.same_model import check_adapters
 from smp.checkpoint.state import (
     OF_DATA,
     alike,
@@ -39,39 +39,7 @@ from smp.log import get_logger
 
 logger = get_logger(__name__)
 
-# What must be equal for the tensors to mean the same; dropout and the like may change between runs.
-ARCHITECTURE_KEYS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "tie_word_embeddings",
-    "use_parallel_residual",
-    "sliding_window",
-    "rope_parameters",
-)
 State = dict[torch.Tensor, dict[str, Any]]
-
-
-def check_architecture(path: Path | RemoteCheckpoint, saved: dict[str, Any], hf_config: Any) -> None:
-    """Refuse a checkpoint of another model.
-
-    Args:
-        saved: the configuration in its manifest.
-
-    Raises:
-        UserError: naming every difference.
-    """
-    config = json.loads(hf_config.to_json_string(use_diff=False))
-    mine = {key: config[key] for key in ARCHITECTURE_KEYS if key in config}
-    differences = [f"{k} {saved.get(k)} there, {mine[k]} here" for k in mine if saved.get(k) != mine[k]]
-    if differences:
-        raise UserError(
-            f"checkpoint {path} is of another model: {'; '.join(differences)}; resume with the model it was made with"
-        )
 
 
 def is_script(run: dict[str, Any]) -> bool:
@@ -193,6 +161,7 @@ def restore(
     run = manifest.run if is_script(manifest.run) else {"optimizer": None, "extra_states": {}}
     settings = run["optimizer"]
     require_base(path, manifest, model)
+    together(lambda: check_adapters(path, manifest, model))
     together(lambda: check_optimizer(model, optimizer, settings))
     state = together(lambda: allocate(model, optimizer, manifest, adamw=settings is None))
     tensors = together(lambda: state_tensors(model, optimizer, state))
@@ -209,6 +178,7 @@ def restore(
 def restore_model(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
     """Fill the model from a checkpoint, whose other tensors are not read; collective. See :func:`restore`."""
     require_base(path, manifest, model)
+    together(lambda: check_adapters(path, manifest, model))
     tensors = model_tensors(model)
     saved = {name: entry for name, entry in manifest.tensors.items() if name in tensors or name.startswith("model.")}
     together(lambda: check_tensors(path, dataclasses.replace(manifest, tensors=saved), tensors))

@@ -15,11 +15,11 @@ from smp.checkpoint.lora_merge import Read, merging, reader_of, stored
 from smp.checkpoint.manifest import Manifest, TensorEntry
 from smp.cli.output import shown
 from smp.errors import UserError
-from smp.json_input import strict_json
 from smp.models.added import AddedParameter, Apart
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
 from smp.models.weight_files import ADAPTER_CONFIG
+from smp.parallel.adapter_config import saved_settings
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora import WEIGHTS, Adapter, Config, linear_layers
 
@@ -111,10 +111,7 @@ def adapter_of(path: Path | str, manifest: Manifest) -> SavedAdapter | None:
         return None
     try:
         text = manifest.model["apart"][WEIGHTS][ADAPTER_CONFIG]
-        config = strict_json(text.encode())
-        settings = Config(
-            lora_rank=int(config["r"]), lora_alpha=float(config["lora_alpha"]), lora_use_rslora=config["use_rslora"]
-        )
+        settings = Config(**(saved_settings(manifest.model) or {}))
         if not math.isfinite(scale := settings.scale):
             raise ValueError(f"a scale of {scale}")
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

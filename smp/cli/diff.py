@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ import torch
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.object_store import is_url
 from smp.checkpoint.reader import CheckpointReader
-from smp.checkpoint.restore import ARCHITECTURE_KEYS
 from smp.cli.checkpoints import one_checkpoint
 from smp.cli.find import existing_directory, is_checkpoint, is_model
 from smp.cli.output import dtype_name, progress, shown, table
@@ -29,6 +30,8 @@ from smp.cli.verify import verified
 from smp.comm.report import readable
 from smp.errors import UserError
 from smp.json_input import read_object
+from smp.models.checked_config import config_from
+from smp.models.hf_values import is_computed
 
 # Elements that are compared at a time.
 BLOCK = 4 << 20
@@ -91,11 +94,19 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     return found
 
 
+def _completed(path: Path) -> dict[str, Any]:
+    """Return a config.json with what it leaves out as transformers has it, as a checkpoint's is."""
+    content, known = read_object(path), dict[str, Any]()
+    with contextlib.suppress(UserError):
+        known = json.loads(config_from(path, content).to_json_string(use_diff=False))
+    return known | {key: value for key, value in content.items() if value is not None or key not in known}
+
+
 def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
     if not is_url(text):
         directory = existing_directory(text)
         if is_model(directory) and not is_checkpoint(directory):
-            return Side(flat(read_object(directory / "config.json"), "model"), ModelTensors(directory), True)
+            return Side(flat(_completed(directory / "config.json"), "model"), ModelTensors(directory), True)
     checkpoint = one_checkpoint(text)
     manifest = verified(checkpoint, content=False)
     if values and manifest.kind != "sharded":
@@ -117,8 +128,8 @@ def compare_facts(a: Side, b: Side) -> tuple[list[tuple[str, str, str]], bool]:
     names = list(a.facts | b.facts)
     if a.is_model != b.is_model:
         # A model says nothing of a run, and its config.json more than what its architecture is.
-        kept = tuple(f"model.{key}" for key in ARCHITECTURE_KEYS)
-        names = [name for name in names if name in a.facts and name in b.facts and name.startswith(kept)]
+        both = (name for name in names if name in a.facts and name in b.facts and name.startswith("model."))
+        names = [name for name in both if is_computed(name.removeprefix("model."))]
     different = [name for name in names if a.facts.get(name, _MISSING) != b.facts.get(name, _MISSING)]
     rows = [(shown(n, 60), shown(a.facts.get(n, _MISSING), 60), shown(b.facts.get(n, _MISSING), 60)) for n in different]
     return rows, any(map(_counts, different))

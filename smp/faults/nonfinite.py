@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from smp.errors import RunError
 from smp.faults.agreement import of_all_ranks
@@ -43,6 +44,14 @@ def nonfinite_gradients(model: nn.Module, norms: dict[nn.Parameter, torch.Tensor
     return [name for name, p in model.named_parameters() if p in norms and not math.isfinite(float(norms[p]))]
 
 
+@torch.no_grad()
+def nonfinite_values(model: nn.Module) -> list[str]:
+    """Return the names of the parameters of which this rank's shard has a value that is not finite."""
+    shards = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named_parameters())
+    # By sums, as memory may be short for masks.
+    return [name for name, shard in shards if not math.isfinite(float(shard.sum(dtype=torch.float32)))]
+
+
 class NonFinite:
     """Policy for a step whose update would not be finite: end the run, or leave the update out.
 
@@ -55,7 +64,7 @@ class NonFinite:
 
     def handle(
         self, *, step: int, skipped: int, loss: float, grad_norm: float, lr: float, sample_ids: list[int],
-        parameters: list[str],
+        parameters: list[str], values: list[str],
     ) -> None:  # fmt: skip
         """Log the step to ``nonfinite.jsonl``, and end the run unless the update may be left out; collective.
 
@@ -66,6 +75,7 @@ class NonFinite:
             grad_norm: the global one.
             sample_ids: stream positions that this rank has read in the step.
             parameters: see :func:`nonfinite_gradients`.
+            values: see :func:`nonfinite_values`.
 
         Raises:
             RunError: on every rank, if the run is to stop or the budget is used up.
@@ -73,6 +83,7 @@ class NonFinite:
         mine = {
             "rank": dist.get_rank(), "loss": _strict(loss), "sample_ids": sample_ids[:IDS], "samples": len(sample_ids),
             "nonfinite_parameters": len(parameters), "parameters": parameters[:NAMES],
+            "nonfinite_values": values[:NAMES],
         }  # fmt: skip
         ranks = of_all_ranks(mine)
         skip = self._config.nonfinite == "skip" and skipped <= self._config.nonfinite_budget
@@ -89,7 +100,13 @@ class NonFinite:
                 what, skipped, self._config.nonfinite_budget, self._path,
             )  # fmt: skip
             return
-        if self._config.nonfinite == "skip":
+        if named := sorted({name for each in ranks for name in each["nonfinite_values"]}):
+            advice = (
+                f"The parameters themselves are not finite, before the update: {', '.join(named[:4])}"
+                f"{' and others' if len(named) > 4 else ''}: take pretrained weights or a checkpoint without NaN and "
+                f"infinity"
+            )
+        elif self._config.nonfinite == "skip":
             advice = (
                 f"{skipped} updates have not been finite, and --nonfinite_budget {self._config.nonfinite_budget} may "
                 f"be left out: resume from an earlier checkpoint with a smaller --lr, or raise the budget"

@@ -111,6 +111,11 @@ def added_parameters(model: nn.Module) -> Mapping[str, AddedParameter]:
     return getattr(model, _ADDED, {})
 
 
+def apart_of(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Return the files beside the model's weights that added parameters go to, each with those that belong to it."""
+    return {each.apart.file: dict(each.apart.beside) for each in added_parameters(model).values() if each.apart}
+
+
 def is_frozen(model: nn.Module) -> bool:
     """Return whether a technique has frozen the model's own parameters."""
     return hasattr(model, _FROZEN)

@@ -9,15 +9,8 @@ from typing import Any
 import torch
 
 from smp.errors import UserError, one_line
-from smp.models.hf_values import range_problems
+from smp.models.hf_values import number, range_problems
 from smp.models.registry import count_parameters
-
-
-def _number(value: dict[str, Any]) -> Any:
-    """Return the number that transformers writes as an object, or else the object."""
-    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
-        return float(value["__float__"])
-    return value
 
 
 def _class_of(where: object, content: Mapping[str, Any]) -> Any:
@@ -65,7 +58,7 @@ def config_from(where: object, content: Mapping[str, Any]) -> Any:
     if problems := range_problems(content, known.attribute_map):
         raise UserError(f"{where} describes no model that can be built: {'; '.join(problems)}")
     try:
-        hf_config = known.from_dict(json.loads(json.dumps(content), object_hook=_number))
+        hf_config = known.from_dict(json.loads(json.dumps(content), object_hook=number))
         if not isinstance(hf_config.dtype, (torch.dtype, type(None))):
             raise TypeError(f"dtype {hf_config.dtype!r}")
     except Exception as error:  # of any type, for malformed values

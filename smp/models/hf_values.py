@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import logging
 import re
 from collections.abc import Mapping
@@ -21,6 +23,9 @@ _LLAMA3_ROPE: Mapping[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+# Rotary embeddings that go by the number of positions.
+_BY_POSITIONS = {"dynamic", "longrope"}
 
 # Settings that pretrained weights fix; each sets a top-level key.
 _FIXED_BY_WEIGHTS = (
@@ -246,19 +251,56 @@ def rebuilt(family: Family, values: dict[str, Any], given: Mapping[str, Any]) ->
 
 
 # Of a config's values those that do not change what a trained model computes: of the file, of a fresh model, of
-# generation, and the number of positions, which shapes tell where they are learned.
+# generation, of heads that are not trained, of how it is computed, and the number of positions, which shapes tell where
+# they are learned. A key that is not named here counts.
 _NOT_COMPUTED = {
-    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "initializer_range",
-    "label2id", "max_position_embeddings", "output_attentions", "output_hidden_states", "pad_token_id",
-    "pretraining_tp", "problem_type", "return_dict", "transformers_version", "use_cache",
+    "_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "decoder_start_token_id", "do_sample", "dtype", "eos_token_id",
+    "forced_eos_token_id", "gradient_checkpointing", "id2label", "init_std", "initializer_factor",
+    "initializer_range", "label2id", "max_length", "max_position_embeddings", "n_ctx", "n_positions",
+    "num_logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "problem_type", "repetition_penalty", "rescale_prenorm_residual", "return_dict",
+    "sep_token_id", "slow_but_exact", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "temperature", "tokenizer_class", "top_p",
+    "torchscript", "transformers_version", "use_associative_scan", "use_cache", "use_mamba_kernels",
+    "use_mambapy",
 }  # fmt: skip
+
+
+def is_dropout(key: str) -> bool:
+    """Tell whether a config's value is of training alone: a model computes the same with another one."""
+    return "drop" in key
+
+
+def is_computed(key: str) -> bool:
+    """Tell whether a trained model computes otherwise with another value of a config's key, dotted where nested."""
+    return _NOT_COMPUTED.isdisjoint(key.split(".")) and not is_dropout(key)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found = {}
     for key, value in values.items():
         nested = isinstance(value, Mapping)
-        found.update(_flat(value, f"{prefix}{key}.") if nested else {prefix + key: value})
+        found.update(_flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
+    return found
+
+
+def changed_values(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return by key, dotted where nested, the values that differ of what both configs have, dropout's included."""
+    known = values.keys() & others.keys()  # others are of no meaning to transformers
+    mine, theirs = (_flat({key: each[key] for key in sorted(known)}) for each in (values, others))
+    not_computed = _NOT_COMPUTED
+    if {rope.get("rope_type") for rope in ropes_of(values.get("rope_parameters"))} & _BY_POSITIONS:
+        not_computed = _NOT_COMPUTED - {"max_position_embeddings"}
+    found = {}
+    for key in dict.fromkeys([*mine, *theirs]):
+        one, other = mine.get(key), theirs.get(key)
+        if one == other or not not_computed.isdisjoint(key.split(".")):
+            continue
+        if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):  # one for each layer
+            index = next(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
+            key, one, other = f"{key}[{index}]", one[index], other[index]
+        found[key] = (one, other)
     return found
 
 
@@ -269,13 +311,32 @@ def differences(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[st
         values: of a config object, complete with the defaults of its class.
         others: of one of the same class.
     """
-    known = values.keys() & others.keys() - _NOT_COMPUTED  # others are of no meaning to transformers
-    mine, theirs = (_flat({key: each[key] for key in sorted(known)}) for each in (values, others))
-    return [
-        f"{key} {str(mine.get(key))[:40]} instead of {str(theirs.get(key))[:40]}"
-        for key in dict.fromkeys([*mine, *theirs])
-        if mine.get(key) != theirs.get(key)
-    ]
+    found = changed_values(values, others)
+    return [f"{key} {str(mine)[:40]} instead of {str(theirs)[:40]}" for key, (mine, theirs) in found.items()]
+
+
+def number(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object, or else the object."""
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return value
+
+
+def changed_config(saved: Mapping[str, Any], hf_config: Any) -> dict[str, tuple[Any, Any]]:
+    """Return by key what a config and the one that was saved as JSON have otherwise, as (saved, now).
+
+    Both are read by the class of today, so that a key that another version of transformers did not have, or wrote in
+    another way, has the value that it means.
+    """
+    now = json.loads(hf_config.to_json_string(use_diff=False))
+    if saved.get("model_type") != now.get("model_type"):
+        kinds = {"model_type": (saved.get("model_type"), now.get("model_type"))}
+        return {**kinds, **changed_values(saved, now)}
+    with contextlib.suppress(Exception):  # of any type, for a manifest of any content
+        both = (json.loads(json.dumps(each), object_hook=number) for each in (saved, now))
+        texts = [type(hf_config).from_dict(each).to_json_string(use_diff=False) for each in both]
+        return changed_values(*map(json.loads, texts))
+    return changed_values(saved, now)
 
 
 def ropes_of(parameters: Any) -> list[Mapping[str, Any]]:
@@ -302,7 +363,7 @@ def set_positions(values: dict[str, Any], length: int, hf_config: Any, *, fixed:
     if most is None or not (exact or length > most):
         return
     kinds = {rope.get("rope_type") for rope in ropes_of(values.get("rope_parameters"))}
-    if not exact and kinds & {"dynamic", "longrope"}:
+    if not exact and kinds & _BY_POSITIONS:
         return
     values[key] = length
     if fixed and count_parameters(new_config(hf_config.model_type, values)) != count_parameters(hf_config):

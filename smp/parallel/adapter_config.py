@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from smp.errors import UserError
-from smp.json_input import read_object
+from smp.json_input import read_object, strict_json
 from smp.models.weight_files import ADAPTER_CONFIG
 
 WEIGHTS = "adapter_model.safetensors"
@@ -34,13 +34,8 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
     file = folder / ADAPTER_CONFIG
     try:
         found = read_object(file)
-        theirs: dict[str, Any] = {
-            "lora_rank": int(found["r"]),
-            "lora_alpha": float(found["lora_alpha"]),
-            "lora_use_rslora": bool(found.get("use_rslora", False)),
-            "lora_dropout": float(found.get("lora_dropout", 0.0)),
-        }
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        theirs = _settings(found)
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise UserError(
             f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {ADAPTER_CONFIG} "
             f"and {WEIGHTS}, as peft's save_pretrained writes them"
@@ -61,6 +56,26 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
                 f"trained without it, or merge it with peft's merge_and_unload"
             )
     return {**theirs, "lora_target_modules": _targets(file, found.get("target_modules"))}
+
+
+def _settings(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "lora_rank": int(found["r"]),
+        "lora_alpha": float(found["lora_alpha"]),
+        "lora_use_rslora": bool(found.get("use_rslora", False)),
+        "lora_dropout": float(found.get("lora_dropout", 0.0)),
+    }
+
+
+def saved_settings(model: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings of a model's adapters by the names of the flags; None: its entry in a manifest has none.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError, ArithmeticError: it does not say what they are.
+    """
+    if WEIGHTS not in model.get("apart", {}):
+        return None
+    return _settings(strict_json(model["apart"][WEIGHTS][ADAPTER_CONFIG].encode()))
 
 
 def _is_left_out(name: str, value: Any) -> bool:

@@ -26,10 +26,11 @@ from smp.train.elsewhere import planned_launch
 from smp.train.evaluate import evaluate
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.history import recorded
+from smp.train.on_resume import changes_since, with_saved_settings
 from smp.train.optimizer import build_optimizer
 from smp.train.planned import Planned, dry_run, predict, print_plan
-from smp.train.report import announce, arguments_table, begin_files, changes_since
-from smp.train.start import agree_on_start, prepare_device, restore_start, search_for
+from smp.train.report import announce, arguments_table, begin_files
+from smp.train.start import agree_on_start, check_named, prepare_device, restore_start, search_for
 from smp.train.trainer import Trainer, finish, train
 
 logger = get_logger("train")
@@ -47,6 +48,8 @@ def run(job: CheckedJob, guard: Guard) -> int:
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
         search = search_for(job, functools.partial(agree_on_start, job, guard.enter))
         start = search.first()
+        job = with_saved_settings(job, start)
+        config = job.config
         prepare_device(job, batch=start.global_batch_size)
         memory = MemoryTracker(job.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank)
         mesh = job.mesh.join(job.device.type)
@@ -88,9 +91,9 @@ def run(job: CheckedJob, guard: Guard) -> int:
         planned = Planned(job, start.progress.step, predicted)
         setup = dataclasses.replace(job.setup, mesh=mesh)
         trainer = Trainer(job, start, model, optimizer, state, metrics, memory, setup, saver, guard, planned)
-        announce(job, start, model)
+        changes = changes_since(start, job, model)
+        announce(job, start, model, changes)
         metrics.writers.text("Arguments", arguments_table(config))
-        changes = changes_since(start.saved.run if start.saved else {}, job, start)
         with recorded(job, start, state, guard, changes=changes) as ended:
             with metrics.trackers, saver.finishing(guard.enter):
                 status = train(trainer)
@@ -113,6 +116,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError([*error.problems, *problems_of_rest(error, launch)]) from None
         job = check_job(config, planned_launch(config, launch))
         if config.run.dry_run:
+            check_named(job)
             dry_run(job)
             if config.run.plan and launch.rank == 0:
                 print_plan(job)

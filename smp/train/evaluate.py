@@ -11,7 +11,7 @@ from smp.checkpoint.base import begin_digest, digest_together, warn_unless_compa
 from smp.checkpoint.layout import LATEST
 from smp.checkpoint.local import common_start, refuse_other_kinds
 from smp.checkpoint.remote import RemoteCheckpoint
-from smp.checkpoint.restore import Damaged, check_architecture, restore_model
+from smp.checkpoint.restore import Damaged, restore_model
 from smp.errors import UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
@@ -21,6 +21,7 @@ from smp.parallel.parallelize import prepare_model
 from smp.runtime import process_group
 from smp.train.checked_job import CheckedJob, planned_batch
 from smp.train.metrics import json_line, validation_record
+from smp.train.on_resume import changes_evaluated, check_fits, with_saved_settings
 from smp.train.reference import attach_references, expect_references, give_references
 from smp.train.start import (
     locate_wanted,
@@ -50,6 +51,7 @@ def evaluate(job: CheckedJob, guard: Guard) -> int:
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
         search = search_for(job, functools.partial(_candidate, job, guard.enter))
         start = search.first()
+        job = with_saved_settings(job, start)
         prepare_device(job, batch=start.global_batch_size)
         mesh = job.mesh.join(job.device.type)
         model = prepare_model(
@@ -72,7 +74,9 @@ def evaluate(job: CheckedJob, guard: Guard) -> int:
         start = search.fill(start, fill)
         begin_digest(model)
         if start.checkpoint is not None:
-            give_references(job, model, setup, enter=guard.enter)
+            give_references(job, start, model, setup, enter=guard.enter)
+        for change in changes_evaluated(start, job):
+            logger.warning("Changed since the checkpoint: %s", change)
         guard.enter("validation")
         result = validate(job, model, setup, enter=guard.enter)
         if not result.tokens:
@@ -114,7 +118,7 @@ def _resolve(job: CheckedJob, checkpoint: Path | RemoteCheckpoint | None) -> Sta
     settings, saved = job.config.checkpoint, None
     if checkpoint is not None:
         saved = read_usable(checkpoint, local=settings.is_local)
-        check_architecture(checkpoint, saved.model["config"], job.model.hf_config)
+        check_fits(job, checkpoint, saved)
     elif settings.resume_from_checkpoint is not None:
         shared = [each.parent if settings.is_local else each for each in job.checkpoint_dirs]
         refuse_other_kinds(shared, job.launch.world_size, local=settings.is_local)

@@ -22,7 +22,7 @@ from smp.parallel import lora
 from smp.parallel.sharding import reshard
 from smp.parallel.technique import Setup
 from smp.train.checked_job import CheckedJob
-from smp.train.preference import Config, PairLoss
+from smp.train.preference import PairLoss
 
 logger = get_logger("train")
 
@@ -49,13 +49,25 @@ def _refusal(job: CheckedJob, start: Candidate, what: str) -> UserError:
     )
 
 
+def _keeps_reference(job: CheckedJob, start: Candidate) -> bool:
+    """Tell whether there are references beside the model, and not the policy without its adapters."""
+    preference = job.config.preference
+    if preference.keeps_reference(job.settings[lora.Config]):
+        return True
+    if not preference.dpo or start.saved is None:
+        return False
+    # A run that begins from a checkpoint begins from its adapters, too, and goes on with the references of that start.
+    begins = job.config.checkpoint.reset_progress and not job.config.data.evaluate_only
+    return begins or any(name.startswith(OF_DATA) for name in start.saved.tensors)
+
+
 def expect_references(job: CheckedJob, start: Candidate, model: nn.Module) -> None:
     """Let a checkpoint that is about to be restored fill the references of its run, where the job needs them.
 
     Raises:
         UserError: it has none of this data.
     """
-    if start.saved is None or not job.config.preference.keeps_reference(job.settings[lora.Config]):
+    if start.saved is None or not _keeps_reference(job, start):
         return
     found = {
         name: torch.empty(entry.shape, dtype=entry.dtype)
@@ -103,13 +115,15 @@ def _attach(data: DataPipeline, tensors: dict[str, torch.Tensor]) -> int:
     return 0
 
 
-def give_references(job: CheckedJob, model: nn.Module, setup: Setup, *, enter: Callable[[str], None]) -> None:
+def give_references(
+    job: CheckedJob, start: Candidate, model: nn.Module, setup: Setup, *, enter: Callable[[str], None]
+) -> None:
     """Give the data the references of its pairs, computing them if none have been restored; collective.
 
     Args:
         enter: called after each batch, for the watchdog.
     """
-    if not setup.settings[Config].keeps_reference(setup.settings[lora.Config]) or tensors_of_data(model):
+    if not _keeps_reference(job, start) or tensors_of_data(model):
         return
     found = []
     for what, data in _data(job).items():

@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from smp.models.weight_files import generation_dir_of, stops_of
 from smp.parallel.parallelize import add_parameters
 from smp.plan.devices import peak_flops
 from smp.train import history
-from smp.train.arguments import SECTIONS, TrainConfig
+from smp.train.arguments import TrainConfig
 from smp.train.checked_job import CheckedJob, batch_of_flags, changes_of, sizes
 from smp.train.curves import write_curves
 from smp.train.flops import model_flops_per_token
@@ -43,20 +42,11 @@ from smp.train.writers import Trackers
 
 logger = get_logger("train")
 
-# Settings of where and how long, not of what is trained; a change of them on resume is not logged.
-WHERE_AND_HOW_LONG = {
-    "output_dir", "max_steps", "epochs", "plan", "dry_run", "dry_run_world_size", "profile_nsys", "data_cache_dir",
-    "dataset_type",  # what it changes is the data, of which there is a fingerprint
-    "data_num_workers", "validation_freq", "validation_batches", "val_batch_size", "fast_validation",
-    # Logged as the global batch.
-    "train_batch_size", "gradient_accumulation_steps", "global_batch_size",
-}  # fmt: skip
 # The first update allocates the optimizer's state; from the second step on it is there at the peak.
 PROFILED_STEPS = 2
-TRAINED = ("run", "model", "precision", "optim", "lr", "data")
 
 
-def announce(job: CheckedJob, start: Start, model: nn.Module) -> None:
+def announce(job: CheckedJob, start: Start, model: nn.Module, changes: list[str]) -> None:
     """Log the model, the layout, the batch, and the changes of a resumed run."""
     total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (True, False))
     of_them = f", of which {trained} ({short(trained)}) are trained" if trained < total else ""
@@ -94,7 +84,7 @@ def announce(job: CheckedJob, start: Start, model: nn.Module) -> None:
                 "The global batch stays at the checkpoint's %d samples; --global_batch_size %d would make it what the "
                 "flags and the number of processes give.", start.global_batch_size, flags,
             )  # fmt: skip
-        for change in changes_since(start.saved.run if start.saved else {}, job, start):
+        for change in changes:
             logger.warning("Changed since the checkpoint: %s", change)
         if start.saved is not None and "data" in start.saved.run and "rows" not in start.saved.run:
             logger.warning(
@@ -133,36 +123,6 @@ def log_collectives(*, on_console: bool) -> None:
         logger.info("Collectives of this rank:\n%s", report, extra=None if on_console else FILE_ONLY)
     elif on_console:
         logger.info("No table of collectives: only smddp has one, and this job ran over %s.", dist.get_backend())
-
-
-def changes_since(saved: dict[str, Any], job: CheckedJob, start: Start) -> list[str]:
-    """List what differs from the run that wrote the checkpoint; ``saved`` is its manifest's ``run``."""
-    now, before = job.config.flat(), saved.get("config", {})
-    names = [f.name for section in TRAINED for f in dataclasses.fields(SECTIONS[section])]
-    found = [
-        f"{name} {before[name]} -> {now[name]}"
-        for name in names
-        if name not in WHERE_AND_HOW_LONG and name in before and before[name] != now[name]
-    ]
-    if change := _change_of_data(saved, job):
-        found.append(f"{change}; the position in it is kept, so samples may be missed or repeated")
-    batch = saved.get("global_batch_size")
-    if batch not in (None, start.global_batch_size):
-        found.append(f"the global batch, {batch} -> {start.global_batch_size} samples")
-    horizon = saved.get("max_steps")
-    if job.config.lr.lr_decay_iters is None and horizon not in (None, start.max_steps):
-        found.append(
-            f"the learning rate's horizon, {horizon} -> {start.max_steps} steps (--lr_decay_iters {horizon} keeps it)"
-        )
-    return found
-
-
-def _change_of_data(saved: dict[str, Any], job: CheckedJob) -> str:
-    if saved.get("data") not in (None, job.train_data.fingerprint):
-        return "the data"
-    if saved.get("rows") not in (None, job.train_data.digest):
-        return "the rows of the data or their order, in files of the same names and sizes"
-    return ""
 
 
 def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float | None) -> Manifest:

@@ -23,8 +23,9 @@ from smp.checkpoint.layout import (
 )
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.object_store import is_url
 from smp.checkpoint.remote import RemoteCheckpoint, manifest_of
-from smp.checkpoint.restore import Damaged, Search, check_architecture, is_script, restore
+from smp.checkpoint.restore import Damaged, Search, is_script, restore
 from smp.checkpoint.saver import MEASURED_STEPS
 from smp.checkpoint.storage import Storage
 from smp.cpu_bf16 import ensure_bf16_works
@@ -39,8 +40,10 @@ from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
 from smp.parallel.choices import agree_on_choices
 from smp.train.arguments import DEFAULT_MAX_STEPS
 from smp.train.checked_job import CheckedJob, batch_of_flags, check_global_batch, choose_settings, refuse_too_large
+from smp.train.elsewhere import is_elsewhere
 from smp.train.history import last_start
 from smp.train.metrics import last_logged_step
+from smp.train.on_resume import check_fits
 from smp.train.reference import attach_references, expect_references
 from smp.train.state import Start, TrainState
 
@@ -57,7 +60,7 @@ def resolve(job: CheckedJob, checkpoint: Path | RemoteCheckpoint | None) -> Star
     if checkpoint is not None:
         settings = job.config.checkpoint
         saved = read_saved(checkpoint, local=settings.is_local, reset=settings.reset_progress)
-        check_architecture(checkpoint, saved.model["config"], job.model.hf_config)
+        check_fits(job, checkpoint, saved)
     size = run.global_batch_size  # a resumed run keeps its own unless told otherwise
     if size is None:
         size = (saved and saved.run.get("global_batch_size")) or batch_of_flags(job.config, job.mesh)
@@ -67,6 +70,26 @@ def resolve(job: CheckedJob, checkpoint: Path | RemoteCheckpoint | None) -> Star
         limits.append(-(-run.epochs * job.train_data.samples_per_epoch // size))
     progress = TrainState(**saved.run["progress"]) if saved else TrainState()
     return Start(checkpoint, saved, progress, size, min(limits, default=DEFAULT_MAX_STEPS))
+
+
+def check_named(job: CheckedJob) -> None:
+    """Refuse what a dry run names to resume from and no start could, by its manifest; what is elsewhere is not read.
+
+    Raises:
+        UserError: it is no complete checkpoint, or of another model or kind.
+    """
+    settings = job.config.checkpoint
+    wanted = settings.resume_from_checkpoint
+    if wanted in (None, LATEST) or is_url(wanted) or is_elsewhere(job.config):
+        return
+    if (found := named_checkpoint(job, set(), wanted)) is not None:
+        evaluates, local = job.config.data.evaluate_only, settings.is_local
+        saved = (
+            read_usable(found, local=local)
+            if evaluates
+            else read_saved(found, local=local, reset=settings.reset_progress)
+        )
+        check_fits(job, found, saved)
 
 
 def search_for(job: CheckedJob, candidate: Callable[[Damaged], Start]) -> Search[Start]:

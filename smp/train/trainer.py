@@ -23,7 +23,7 @@ from smp.checkpoint.saver import Saver
 from smp.data.data_pipeline import StepBatch
 from smp.faults.agreement import Readback
 from smp.faults.guard import Guard
-from smp.faults.nonfinite import nonfinite_gradients
+from smp.faults.nonfinite import nonfinite_gradients, nonfinite_values
 from smp.log import get_logger
 from smp.memory.tracker import MemoryTracker, memory_stats
 from smp.models.weight_files import ADAPTER_CONFIG
@@ -93,7 +93,7 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
     """Run the steps; returns the exit status."""
     job, start, state, config = trainer.job, trainer.start, trainer.state, trainer.job.config
     guard = trainer.guard
-    give_references(job, trainer.model, trainer.setup, enter=guard.enter)
+    give_references(job, start, trainer.model, trainer.setup, enter=guard.enter)
     batches, lag = iter(job.train_data), LAG[job.device.type]
     guard.enter("data", state.step + 1)
     guard.watchdog.spent()  # what came before was no step
@@ -217,6 +217,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             lr=done.lr,
             sample_ids=done.sample_ids.tolist(),
             parameters=nonfinite_gradients(trainer.model, done.result.norms),
+            values=nonfinite_values(trainer.model),
         )
     if done.logged:
         trainer.guard.enter("logging")

@@ -508,6 +508,12 @@ def test_a_checkpoint_and_its_exports(call, run_dir, tmp_path):
     gaps = [float(line.split()[1]) for line in out if re.match(r"  model\..* of \d+$", line)]
     assert status == 1 and any("float32 (64, 32), bfloat16 (64, 32)" in line for line in out)
     assert gaps and 0 < max(gaps) < 0.01
+    # Of the configuration what a trained model computes with counts, and what a file leaves out is its default.
+    file = tmp_path / "half" / "config.json"
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key != "rope_parameters"}
+    file.write_text(json.dumps(config | {"head_dim": None, "hidden_act": "gelu", "use_cache": True}))
+    _, out, _ = call("diff", checkpoint, tmp_path / "half")
+    assert [line.split()[0] for line in out if line.startswith("  model.") and "(" not in line] == ["model.hidden_act"]
 
 
 def test_what_cannot_be_compared(refused, run_dir, tmp_path):

@@ -143,6 +143,8 @@ def test_weights_that_are_not_finite_stop_at_the_first_step(tmp_path):
     resumed = [*words, "--max_steps", 4, "--resume_from_checkpoint", "latest"]
     outcome = run_job(*resumed, world_size=2, prepare=prepare)
     assert outcome.statuses == [1, 1] and "Step 3: the loss is not finite" in outcome.output, outcome.output
+    said = "The parameters themselves are not finite, before the update: model.embed_tokens.weight: take pretrained"
+    assert said in outcome.output and "--lr" not in outcome.output, outcome.output
     assert checkpoints(tmp_path / "run") == [2]
 
 

@@ -41,9 +41,10 @@ from smp.checkpoint.manifest import (
     read_manifest,
 )
 from smp.checkpoint.reader import CheckpointReader
-from smp.checkpoint.restore import Candidate, Search, check_architecture, restore
+from smp.checkpoint.restore import Candidate, Search, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, read_header, strict_json, write_tensors
+from smp.checkpoint.same_model import check_architecture
 from smp.checkpoint.state import model_entry
 from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig

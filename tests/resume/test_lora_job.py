@@ -49,7 +49,9 @@ def test_adapters_are_trained_resumed_and_exported(folder, capsys):
     assert names and all("lora_" in name for name in names)
     # At another layout, from the middle, to the end: as it was; then adapters alone, which any layout evaluates.
     more = ["--global_batch_size", 4, "--max_steps", 4, "--resume_from_checkpoint", checkpoint, "--save_final_model", 1]
-    done = run_job(*flags(folder, "resumed"), *more, world_size=2).succeeded()
+    without_alpha = [*flags(folder, "resumed")[:-4], "--lr_decay_iters", 8]
+    done = run_job(*without_alpha, *more, world_size=2).succeeded()
+    assert "Taken from the checkpoint: --lora_alpha 8.0" in done.output and "Changed since" not in done.output
     assert losses(folder / "resumed") == pytest.approx(losses(folder / "run")[2:], rel=1e-5)
     assert losses(folder / "run")[3] < losses(folder / "run")[0]
     assert "of which" in done.output and "Final adapter" in done.output

@@ -76,6 +76,15 @@ def test_the_curve_is_the_same_at_any_layout_and_goes_on_where_it_was(base):
     # Training that begins from it has it as the reference.
     run_job(*flags(base, "on", *adapter, *validation[:4]), *final[:2], world_size=2).succeeded()
     assert curve(base / "on")[0] == pytest.approx([0.693147, 0, 0, 0, 0], rel=1e-5, abs=1e-5)
+    # So has another run that begins from a checkpoint of it, and keeps it when it goes on.
+    every = [*flags(base, "anew", *validation[:4]), *final[:2], "--checkpoint_freq", 3, "--num_kept_checkpoints", 2]
+    run_job(*every, "--resume_from_checkpoint", checkpoint, "--reset_progress", 1, world_size=2).succeeded()
+    found = curve(base / "anew")
+    assert found[0] == pytest.approx([0.693147, 0, 0, 0, 0], rel=1e-5, abs=1e-5)
+    (checkpoint,) = (base / "anew" / "checkpoints").glob("*-3steps")
+    every = [*flags(base, "goes_on", *validation[:4]), *final[:2], "--resume_from_checkpoint", checkpoint]
+    assert "Changed since" in run_job(*every, "--dpo_beta", 0.2, world_size=2).succeeded().output
+    assert curve(base / "goes_on")[0][3:] == pytest.approx([found[3][3], 2 * found[3][4]], rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.full

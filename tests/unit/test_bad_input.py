@@ -283,6 +283,11 @@ def test_each_flag_of_one_folder_is_named(refused, tmp_path):
     expect(refused(*LLAMA, *words, "--dataset_type", "hf"), f"--training_dir {hf}", f"--test_dir {hf}")
 
 
+def test_a_dry_run_of_a_checkpoint_that_is_not_there(refused, tmp_path):
+    words = [*LLAMA, *SYNTHETIC, "--dry_run", 1, "--resume_from_checkpoint"]
+    expect(refused(*words, tmp_path), "is not a complete checkpoint")
+
+
 def test_no_data_and_no_validation_data(refused):
     lines = refused(*LLAMA, "--validation_freq", 5)
     expect(lines, "no training data: set --training_dir or --data", "--validation_freq 5 needs .*set --test_dir")
