@@ -12,19 +12,20 @@ import dataclasses
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smp.checkpoint.hf_export import export_hf, refuse_foreign_files
+from smp.checkpoint.hf_export import export_hf, pretrained_files
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.model_store import refuse_foreign_objects, upload_model
 from smp.checkpoint.object_store import is_url
+from smp.checkpoint.outputs import inputs_of, local_path, refuse_foreign_files, refuse_inputs
 from smp.cli.adapter import MODEL, adapter_of, base_of
 from smp.cli.checkpoints import GivenCheckpoint, one_checkpoint
-from smp.cli.find import existing_directory
+from smp.cli.find import existing_directory, refuse_links_out
 from smp.cli.output import shown
 from smp.cli.verify import verified
 from smp.comm.report import readable
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory whose tokenizer files are copied along; default: the run's own, if it is there",
     )
+    parser.add_argument("--chat_template", metavar="FILE", help="chat template to add; default: the run's")
     parser.add_argument("--merge", action="store_true", help="add the checkpoint's adapters to their base model")
     parser.add_argument("--base", metavar="DIR", help="with --merge: the base model; default: where the run had it")
     parser.add_argument(
@@ -151,6 +153,37 @@ def _refuse_output(text: str, checkpoint: GivenCheckpoint) -> None:
     refuse_foreign_files(output)
 
 
+def _refuse_inputs(options: argparse.Namespace, manifest: Manifest, tokenizer: Path | None) -> None:
+    """Refuse to replace what this export reads, or the checkpoint's run does when it is resumed."""
+    settings, weights = manifest.run.get("config"), manifest.model.get("weights")
+    read_by_run = inputs_of(settings if isinstance(settings, dict) else {})
+    inputs: dict[str, Path | str | None] = {f"the run's {flag}": path for flag, path in read_by_run.items()}
+    inputs |= {"the checkpoint's run": weights if isinstance(weights, str) else None}
+    inputs |= {"--base": options.base, "--tokenizer": tokenizer}
+    if (output := local_path(options.output)) is not None:
+        refuse_inputs(output.absolute(), inputs)
+
+
+def _check_named(
+    directory: Path | None, files: Mapping[str, Path], checkpoint: GivenCheckpoint, base: str | None
+) -> None:
+    """Refuse links out of a directory that the checkpoint names, and not the user by ``--base``."""
+    given = directory_of(Path(base).expanduser()) if base is not None else None
+    if directory is not None and directory != given:
+        refuse_links_out(directory, files.values(), checkpoint.path)
+
+
+def _template(manifest: Manifest, file: str | None) -> str | None:
+    """Return the text of the chat template that was given, or that the run had."""
+    if file is None:
+        text = manifest.model.get("chat_template")
+        return text if isinstance(text, str) else None
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat_template {file} cannot be read: {error}") from error
+
+
 def _write(
     checkpoint: GivenCheckpoint, manifest: Manifest, output: Path, options: argparse.Namespace, tokenizer: Path | None
 ) -> None:
@@ -176,6 +209,8 @@ def _write(
             parameters, read_merged = adapter.merged(hf_config, base, read)
         else:
             parameters, added = adapter.alone()
+        generation = generation_dir_of(*model_dirs(manifest), directory_of(base))
+        _check_named(generation, pretrained_files(None, generation), checkpoint, options.base)
         export_hf(
             parameters,
             output,
@@ -183,8 +218,8 @@ def _write(
             read=read_merged,
             added=added,
             tokenizer_dir=tokenizer,
-            generation_dir=generation_dir_of(*model_dirs(manifest), directory_of(base)),
-            chat_template=_setting(manifest, "chat_template"),
+            generation_dir=generation,
+            chat_template=_template(manifest, options.chat_template),
             max_shard_bytes=parse_size(options.max_shard_size),
             dtype=DTYPES[options.dtype] if options.dtype else None,
         )
@@ -203,7 +238,9 @@ def run(options: argparse.Namespace) -> int:
             f"{checkpoint.path} is a {manifest.kind} checkpoint, which has the state of one rank: resume from it and "
             f"save a sharded one"
         )
+    _refuse_inputs(options, manifest, tokenizer)
     known = None if tokenizer is not None else tokenizer_of(manifest, options.base)
+    _check_named(known, pretrained_files(known, None), checkpoint, options.base)
     with contextlib.ExitStack() as stack:
         output = Path(options.output).expanduser().absolute()
         if is_url(options.output):
@@ -220,4 +257,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"Tokenizer: that of the run, {shown(str(known))}")
     elif tokenizer is None:
         print("No tokenizer was copied: --tokenizer DIR does that")
+    if _setting(manifest, "chat_template") and _template(manifest, options.chat_template) is None:
+        print("No chat template was copied: the checkpoint has no text of the run's: --chat_template FILE adds it")
     return 0

@@ -88,6 +88,7 @@ class CheckedJob(Job):
     storages: list[Storage]  # of checkpoints; this rank's, for local ones
     train_data: DataPipeline  # with evaluate_only the validation data, as no other is opened
     validation_data: DataPipeline | None
+    chat_template: str | None  # text of --chat_template
 
     @property
     def checkpoint_dirs(self) -> list[Path]:
@@ -213,7 +214,9 @@ def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
         validation = problems.attempt(create_data_pipeline, data, split="validation", batch=rows)
     if problems:
         raise ConfigError(problems)
-    return {"train_data": train or validation, "validation_data": validation}
+    template = config.data.chat_template if config.data.is_chat else None
+    text = Path(template).read_text(encoding="utf-8") if template is not None else None
+    return {"train_data": train or validation, "validation_data": validation, "chat_template": text}
 
 
 def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:

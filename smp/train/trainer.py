@@ -264,7 +264,7 @@ def finish(trainer: Trainer, status: int) -> None:
             hf_config=job.model.hf_config,
             tokenizer_dir=Path(tokenizer).expanduser() if tokenizer else job.model.tokenizer_dir,
             generation_dir=job.model.generation_dir,
-            chat_template=job.config.data.chat_template,
+            chat_template=job.chat_template,
             progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
         is_adapter = (final / ADAPTER_CONFIG).exists()

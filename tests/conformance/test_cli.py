@@ -399,12 +399,18 @@ def test_what_cannot_be_exported(call, refused, run_dir, checkpoint, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     assert "contains notes.txt" in refused("export", checkpoint, tmp_path / "mine")
+    base = tmp_path / "base"
+    assert call("export", checkpoint, base)[0] == 0
+    name = "hf_pretrained_model_name_or_dir"
+    manifests.change(checkpoint, lambda content: content["run"]["config"].__setitem__(name, str(base)))
+    for target in (base, f"file://{base}"):
+        assert f"{base} would be replaced, and the run's --{name} reads" in refused("export", checkpoint, target)
     spoil(manifests.tensor_file(checkpoint), "flip")
     assert "is damaged" in refused("export", checkpoint, out) and not out.exists()
     local = manifests.copy(run_dir / "checkpoints" / "llama_v2-2steps", tmp_path)
     manifests.change(local, lambda content: content.__setitem__("kind", "local"))
     assert "is a local checkpoint, which has the state of one rank" in refused("export", local, out)
-    assert sorted(os.listdir(tmp_path)) == ["llama_v2-2steps", "llama_v2-4steps", "mine"]
+    assert sorted(os.listdir(tmp_path)) == ["base", "llama_v2-2steps", "llama_v2-4steps", "mine"]
 
 
 def test_a_checkpoint_that_is_not_its_model_is_refused(refused, checkpoint, tmp_path):
