@@ -122,6 +122,7 @@ def _write_configs(
     *,
     generation: Any,
     dtype: torch.dtype,
+    with_model: bool,
     copied: Mapping[str, pathlib.Path],
 ) -> None:
     from transformers import GenerationConfig
@@ -130,7 +131,8 @@ def _write_configs(
     config.architectures = [family.architecture]
     config.dtype = dtype
     config.use_cache = True  # off in training only
-    config.save_pretrained(partial)
+    if with_model:  # an adapter's directory has none: from_pretrained would take it for a model's
+        config.save_pretrained(partial)
     plain = GenerationConfig.from_model_config(config)
     generation = copy.deepcopy(generation) or plain
     if generation._from_model_config:  # made while training had it off
@@ -296,7 +298,11 @@ def export_hf(
             _claim(directory)
             generation = getattr(model, "generation_config", None)
             copied = pretrained_files(tokenizer_dir, generation_dir)
-            _write_configs(partial, hf_config, family, generation=generation, dtype=stored, copied=copied)
+            with_model = any(name not in added or added[name].apart is None for name in parameters)
+            _write_configs(
+                partial, hf_config, family,
+                generation=generation, dtype=stored, with_model=with_model, copied=copied,
+            )  # fmt: skip
             for each in {p.apart.file: p.apart for p in added.values() if p.apart is not None}.values():
                 for name, text in each.beside.items():
                     (partial / name).write_text(text, encoding="utf-8")

@@ -22,13 +22,14 @@ from smp.checkpoint.object_store import is_url
 from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.restore import ARCHITECTURE_KEYS
 from smp.cli.checkpoints import one_checkpoint
-from smp.cli.find import existing_directory, is_checkpoint, is_model
+from smp.cli.find import config_file_of, existing_directory, is_checkpoint, is_model
 from smp.cli.output import dtype_name, progress, shown, table
 from smp.cli.sources import ModelTensors
 from smp.cli.verify import verified
 from smp.comm.report import readable
 from smp.errors import UserError
 from smp.json_input import read_object
+from smp.models.weight_files import ADAPTER_CONFIG
 
 # Elements that are compared at a time.
 BLOCK = 4 << 20
@@ -38,7 +39,7 @@ _MISSING = "(none)"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("a", help="a checkpoint, its URL, or a Hugging Face model directory")
+    parser.add_argument("a", help="a checkpoint, its URL, or the directory of a Hugging Face model or of an adapter")
     parser.add_argument("b", help="another")
     parser.add_argument("--values", action="store_true", help="compare the tensors' content; reads all of both")
     parser.add_argument("--show", type=int, default=10, metavar="N", help="most tensors listed of each sort (10)")
@@ -95,7 +96,9 @@ def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
     if not is_url(text):
         directory = existing_directory(text)
         if is_model(directory) and not is_checkpoint(directory):
-            return Side(flat(read_object(directory / "config.json"), "model"), ModelTensors(directory), True)
+            file = config_file_of(directory)
+            kind = "adapter" if file.name == ADAPTER_CONFIG else "model"
+            return Side(flat(read_object(file), kind), ModelTensors(directory), True)
     checkpoint = one_checkpoint(text)
     manifest = verified(checkpoint, content=False)
     if values and manifest.kind != "sharded":

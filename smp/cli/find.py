@@ -9,6 +9,7 @@ from pathlib import Path
 from smp.checkpoint.layout import TEMPORARY, step_of
 from smp.checkpoint.manifest import MANIFEST_FILE
 from smp.errors import UserError
+from smp.models.weight_files import ADAPTER_CONFIG
 
 # Below a run directory checkpoints lie one directory deeper, those of single ranks two.
 DEPTHS = ("*", "*/*", "*/*/*")
@@ -34,8 +35,14 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def is_model(directory: Path) -> bool:
-    """Tell whether it is a Hugging Face model directory."""
-    return (directory / "config.json").is_file()
+    """Tell whether it is a Hugging Face model directory, or one of an adapter in peft's format."""
+    return config_file_of(directory).is_file()
+
+
+def config_file_of(directory: Path) -> Path:
+    """Return the file that says what a model directory, or an adapter's, contains."""
+    adapter = directory / ADAPTER_CONFIG
+    return adapter if adapter.is_file() else directory / "config.json"
 
 
 def refuse_links_out(directory: Path, files: Iterable[Path], named_by: object) -> None:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 import smp.cli
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.model_store import refuse_foreign_objects, upload_model
-from smp.checkpoint.outputs import MARKER, refuse_foreign_files, refuse_inputs
+from smp.checkpoint.object_store import ObjectStore
+from smp.checkpoint.outputs import MARKER, marker_of, marker_text, refuse_foreign_files, refuse_inputs
 from smp.errors import ConfigError, UserError
 from smp.train.arguments import parse_args
 from smp.train.output_paths import check_output
@@ -73,6 +74,32 @@ def test_an_export_that_has_changed_since_is_kept(base, tmp_path):
     marker.write_text(json.dumps({"files": list(json.loads(marker.read_text())["files"])}))
     with pytest.raises(UserError, match=r"contains config.json, which an earlier version of smp exported without its"):
         refuse_foreign_files(base)
+
+
+def test_what_makes_a_folder_a_model_is_removed_first_and_uploaded_last(base, tmp_path, monkeypatch):
+    adapter, calls = tmp_path / "adapter", []
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"):
+        (adapter / name).write_text("{}")
+    (adapter / MARKER).write_text(marker_text(marker_of(adapter)))
+    remove, upload = ObjectStore.remove, ObjectStore.upload
+
+    def removed(store, name):
+        calls.append(("remove", name))
+        remove(store, name)
+
+    def uploaded(store, file, name, advance):
+        calls.append(("upload", name))
+        upload(store, file, name, advance)
+
+    monkeypatch.setattr(ObjectStore, "remove", removed)
+    monkeypatch.setattr(ObjectStore, "upload", uploaded)
+    for directory, last in ((base, "config.json"), (adapter, "adapter_config.json"), (base, "config.json")):
+        calls.clear()
+        upload_model(directory, f"file://{tmp_path}/store")
+        assert calls[:2] == [("remove", "config.json"), ("remove", "adapter_config.json")]
+        assert calls[-1] == ("upload", last) and (tmp_path / "store" / last).is_file()
+        assert {path.name for path in (tmp_path / "store").iterdir()} == {path.name for path in directory.iterdir()}
 
 
 @pytest.mark.parametrize("how", ["from_pretrained", "load_pretrained", "tokenizer"])
