@@ -31,6 +31,10 @@ from smp.parallel.sharding import reshard
 
 logger = logging.getLogger(__name__)
 
+Dtype = torch.dtype | Mapping[str, torch.dtype] | None
+# By the values of --dtype.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -76,19 +80,18 @@ def _claim(directory: pathlib.Path) -> None:
     partial.mkdir()
 
 
-def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _stored(name: str, tensor: torch.Tensor, dtype: Dtype) -> torch.dtype:
     """Return the dtype of a tensor in the files, given what was asked for."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    asked = dtype if dtype is None or isinstance(dtype, torch.dtype) else dtype.get(name)
+    return asked if asked is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _plan_files(
-    parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: torch.dtype | None
-) -> dict[str, list[str]]:
+def _plan_files(parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: Dtype) -> dict[str, list[str]]:
     """Return parameter names by file, in order, each file at most ``max_shard_bytes`` or one parameter."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, parameter in parameters.items():
-        needed = parameter.numel() * _stored(parameter, dtype).itemsize
+        needed = parameter.numel() * _stored(name, parameter, dtype).itemsize
         if groups[-1] and size + needed > max_shard_bytes:
             groups.append([])
             size = 0
@@ -177,7 +180,7 @@ def _gather_and_write(
     added: Mapping[str, AddedParameter],
     *,
     max_shard_bytes: int,
-    dtype: torch.dtype | None,
+    dtype: Dtype,
     progress: Callable[[], None],
 ) -> None:
     """Write every parameter, a tied one once, and the index if there are several files of the model."""
@@ -195,7 +198,7 @@ def _gather_and_write(
             tensor = read(name)
             if _is_main():
                 key = (added[name].key if name in added else None) or family.file_names.file_key(name)
-                tensors[key] = tensor.detach().to("cpu", _stored(tensor, dtype)).contiguous()
+                tensors[key] = tensor.detach().to("cpu", _stored(name, tensor, dtype)).contiguous()
         progress()
         _on_main(functools.partial(_write_tensors, partial / file, tensors))
         if file in files:
@@ -232,7 +235,7 @@ def export_hf(
     generation_dir: pathlib.Path | str | None = None,
     chat_template: str | None = None,
     max_shard_bytes: int = 5 * 2**30,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a directory that ``from_pretrained`` loads: safetensors, configs, tokenizer. All ranks call it.
@@ -253,7 +256,7 @@ def export_hf(
         generation_dir: directory whose ``generation_config.json`` is; None: that of ``tokenizer_dir``, if it has one.
         chat_template: text of the template that the model was trained with, if it is not the tokenizer's own.
         max_shard_bytes: largest file, as long as one parameter fits; also the most that rank 0 keeps in CPU memory.
-        dtype: dtype of the files; None: the parameters'.
+        dtype: dtype of the files, of all or by parameter's name; None: the parameters'.
         progress: called before each parameter and each file.
 
     Raises:
@@ -281,7 +284,7 @@ def export_hf(
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
     partial, family = beside(directory, "partial"), family_of(hf_config)
     family.file_names.check(directory, "have transformers' save_pretrained write it")
-    stored = dtype or next(iter(parameters.values())).dtype
+    stored = _stored(*next(iter(parameters.items())), dtype)
     untied = {f"{family.embedding}.weight", f"{family.head}.weight"} <= parameters.keys()
     if untied and getattr(hf_config, "tie_word_embeddings", False):
         hf_config = copy.deepcopy(hf_config)

@@ -12,13 +12,13 @@ import dataclasses
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smp.checkpoint.hf_export import export_hf, pretrained_files
+from smp.checkpoint.hf_export import DTYPES, Dtype, export_hf, pretrained_files
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.model_store import refuse_foreign_objects, upload_model
 from smp.checkpoint.object_store import is_url
@@ -34,8 +34,9 @@ from smp.models.checked_config import checked_config
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model
 from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of
+from smp.pretrained import base_dtypes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WEIGHTS = ("hf_pretrained_model_name_or_dir", "pretrained_checkpoint_file", "finetune_checkpoint_load_dir")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -45,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "output", help="directory or URL to write; it must not exist, be empty, or contain an earlier export"
     )
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the files; default: as trained, fp32")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="of the files; default: that of the base model's files, else fp32"
+    )
     parser.add_argument(
         "--max_shard_size", default="5GB", metavar="SIZE", help="largest file, such as 500MiB; default 5GB"
     )
@@ -118,8 +121,11 @@ def model_dirs(manifest: Manifest) -> list[Path]:
         "hf_pretrained_model_name_or_dir", "model", "pretrained_model_name", "finetune_checkpoint_load_dir",
         "pretrained_checkpoint_file",
     )  # fmt: skip
-    found = [Path(text).expanduser() for name in names if (text := _setting(manifest, name)) is not None]
-    return [path.parent if path.is_file() else path for path in found]
+    return [path.parent if path.is_file() else path for path in _paths(manifest, names)]
+
+
+def _paths(manifest: Manifest, names: Iterable[str]) -> list[Path]:
+    return [Path(text).expanduser() for name in names if (text := _setting(manifest, name)) is not None]
 
 
 def _setting(manifest: Manifest, name: str) -> str | None:
@@ -184,6 +190,21 @@ def _template(manifest: Manifest, file: str | None) -> str | None:
         raise UserError(f"--chat_template {file} cannot be read: {error}") from error
 
 
+def _dtype_of_files(
+    options: argparse.Namespace, manifest: Manifest, hf_config: Any, names: Iterable[str], base: Path | None
+) -> Dtype:
+    """Return the dtype of the files: asked for, or each tensor's in the files of the run's base model, if it had one.
+
+    Args:
+        names: of the model's tensors; none of adapters, which stay as they are.
+        base: weights, if they are known and checked.
+    """
+    if options.dtype is not None:
+        return DTYPES[options.dtype]
+    weights = base or next(iter(_paths(manifest, _WEIGHTS)), None)
+    return None if weights is None else base_dtypes(names, hf_config, weights)
+
+
 def _write(
     checkpoint: GivenCheckpoint, manifest: Manifest, output: Path, options: argparse.Namespace, tokenizer: Path | None
 ) -> None:
@@ -221,7 +242,7 @@ def _write(
             generation_dir=generation,
             chat_template=_template(manifest, options.chat_template),
             max_shard_bytes=parse_size(options.max_shard_size),
-            dtype=DTYPES[options.dtype] if options.dtype else None,
+            dtype=_dtype_of_files(options, manifest, hf_config, parameters if added is None else {}, base),
         )
 
 
