@@ -278,7 +278,7 @@ def export_hf(
     else:
         parameters = model
     source = getattr(hf_config, "_name_or_path", None)
-    inputs = {"tokenizer_dir": tokenizer_dir, "generation_dir": generation_dir, "the model's config": source or None}
+    inputs = {"tokenizer_dir": tokenizer_dir, "generation_dir": generation_dir, "from_pretrained": source or None}
     if isinstance(model, nn.Module):
         inputs |= files_of(model)
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced

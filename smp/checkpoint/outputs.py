@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from smp.checkpoint.layout import LATEST
 from smp.errors import UserError
+from smp.models.preset import list_presets
 
 # Lists the files of an export with their sizes and digests, so that a later export may replace them and nothing else.
 MARKER = "smp_export.json"
@@ -123,9 +125,13 @@ def inputs_of(settings: Mapping[str, Any]) -> dict[str, Path]:
     Args:
         settings: of a job, by name; those of a manifest may be anything.
     """
-    given = {name: settings.get(name) for name in _READ}
-    paths = {f"--{name}": local_path(text) for name, text in given.items() if isinstance(text, str) and text}
-    return {flag: path for flag, path in paths.items() if path is not None}
+    paths = {}
+    for name in _READ:
+        text = settings.get(name)
+        is_name = (name in ("model", "pretrained_model_name") and text in list_presets()) or text == LATEST
+        if isinstance(text, str) and text and not is_name and (path := local_path(text)) is not None:
+            paths[f"--{name}"] = path
+    return paths
 
 
 def local_path(location: str) -> Path | None:

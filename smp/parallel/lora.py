@@ -345,7 +345,7 @@ def adapt(
     own = parameters(model, family, settings)
     add_parameters(model, own.added, freezes=True)
     if adapter_path is not None:
-        remember_files(model, "adapter_path", os.fspath(adapter_path))
+        remember_files(model, "smp.lora", os.fspath(adapter_path))
     if not next(model.parameters()).is_meta:
         fill_added_(model, seed=seed)
     _replace_products(model, family, settings)

@@ -81,14 +81,21 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
     for name, mark in _WRITTEN.items():
         problems.attempt(refuse_replacing, run_dir / name, "--output_dir", mark)
     if config.checkpoint.save_final_model:
-        problems.attempt(_check_final, Path(*final).absolute() if final else run_dir / "final", inputs)
+        written = [(flag, directory) for flag, directory in locations if flag != "model_dir"]
+        problems.attempt(_check_final, Path(*final).absolute() if final else run_dir / "final", inputs, written)
         if model_dir and not final:
             problems.attempt(_check_final_url, model_dir, inputs)
     if problems:
         raise ConfigError(problems)
 
 
-def _check_final(directory: Path, inputs: Mapping[str, Path]) -> None:
+def _check_final(directory: Path, inputs: Mapping[str, Path], written: list[tuple[str, Path]]) -> None:
+    for flag, other in written:
+        if directory.resolve() in (other.resolve(), *other.resolve().parents):
+            raise UserError(
+                f"the final model would replace {directory}, where --{flag} {other} writes other files: give another "
+                f"--model_dir, such as {directory / 'final'}"
+            )
     refuse_inputs(directory, inputs)
     refuse_foreign_files(directory)
 

@@ -153,7 +153,7 @@ SETTINGS = [
         "--dtype is of the final model's files and needs --save_final_model 1: .*--bf16 1 computes in",
     ),
     (
-        ["--dtype", "bfloat16"],
+        ["--dtype", "bfloat16", "--save_final_model", 1],
         "--dtype bfloat16 is not available: it is the dtype of the final model's .*--bf16 1 comput",
     ),
     (["--model_dir", "m"], "--model_dir needs --save_final_model 1: set it, or leave the directory out"),

@@ -111,13 +111,13 @@ def test_a_script_does_not_export_over_what_it_loaded(base, how):
     more = {"tokenizer_dir": base} if how == "tokenizer" else {}
     with torch.no_grad():
         model.model.norm.weight.add_(1)
-    with pytest.raises(UserError, match=rf"{base} would be replaced, and .* reads {base}: give another directory"):
+    with pytest.raises(UserError, match=rf"{base} would be replaced, and \w.* reads {base}: give another directory"):
         smp.export_hf(model, base, **more)
     assert (base / "model.safetensors").read_bytes() == before
     smp.export_hf(model, base.with_name("other"), **more)
 
 
-def test_a_job_does_not_write_where_it_reads(base, tmp_path):
+def test_a_job_does_not_write_where_it_reads(base, tmp_path, monkeypatch):
     data = tmp_path / "data"
     data.mkdir()
     (data / "rows.jsonl").write_text('{"input_ids": [1, 2]}\n')
@@ -133,6 +133,11 @@ def test_a_job_does_not_write_where_it_reads(base, tmp_path):
         (["--output_dir", base.parent], reads_base),
         (["--model_dir", f"file://{base}"], reads_base),
         (["--adapter_path", adapter, "--model_dir", adapter, "--save_merged_model", 1], "--adapter_path reads"),
+        (
+            ["--model_dir", tmp_path / "run"],
+            "the final model would replace .*run, where --output_dir .* writes other fil",
+        ),
+        (["--checkpoint_dir", tmp_path / "run" / "final"], "the final model would replace .*, where --checkpoint_dir"),
         (["--output_dir", data], reads_data),
         (["--checkpoint_dir", data], reads_data),
         (["--output_dir", data], "config.yaml exists, smp did not write it, and it would be replaced"),
@@ -140,8 +145,11 @@ def test_a_job_does_not_write_where_it_reads(base, tmp_path):
         config = parse_args([str(word) for word in (*start, "--output_dir", tmp_path / "run", *words)])
         with pytest.raises(ConfigError, match=sentence):
             check_output(config, pathlib.Path(config.run.output_dir))
-    config = parse_args([str(word) for word in (*start, "--training_dir", data / "rows.jsonl")])
-    check_output(config, tmp_path / "run")
+    # Names are no paths, and a file that is read may lie beside a run's.
+    tmp_path.joinpath("llama_tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", "llama_tiny", "--output_dir", "llama_tiny", "--training_dir", data / "rows.jsonl"]
+    check_output(parse_args([*map(str, words), "--resume_from_checkpoint", "latest"]), tmp_path / "llama_tiny")
 
 
 def test_a_report_and_a_plan_replace_nothing_else(base, tmp_path, capsys):
