@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import json
@@ -93,7 +94,7 @@ def refuse_foreign_files(directory: Path) -> None:
     Raises:
         UserError: it is a file or a mount point, or contains others, or a file of an export that has changed since.
     """
-    if not directory.exists():
+    if not os.path.exists(directory):
         return
     if not directory.is_dir():
         raise UserError(f"{directory} is a file: give a directory that does not exist yet")
@@ -113,7 +114,7 @@ def refuse_foreign_files(directory: Path) -> None:
         except OSError:
             return ""
 
-    if problem := not_exported(known, {name: lambda file=file: identified(file) for name, file in files.items()}):  # type: ignore[misc]
+    if problem := not_exported(known, {name: functools.partial(identified, file) for name, file in files.items()}):
         raise UserError(
             f"{directory} contains {problem}, and would be replaced: give another directory, or move the file away"
         )
@@ -128,8 +129,10 @@ def inputs_of(settings: Mapping[str, Any]) -> dict[str, Path]:
     paths = {}
     for name in _READ:
         text = settings.get(name)
-        is_name = (name in ("model", "pretrained_model_name") and text in list_presets()) or text == LATEST
-        if isinstance(text, str) and text and not is_name and (path := local_path(text)) is not None:
+        if not isinstance(text, str) or text in ("", LATEST) or "\0" in text:
+            continue
+        is_preset = name in ("model", "pretrained_model_name") and text in list_presets()
+        if not is_preset and (path := local_path(text)) is not None:
             paths[f"--{name}"] = path
     return paths
 
@@ -139,17 +142,18 @@ def local_path(location: str) -> Path | None:
     scheme, separator, rest = location.partition("://")
     if separator and scheme not in ("file", "local"):
         return None
-    return Path(rest if separator else location).expanduser()
+    return Path(os.path.expanduser(rest if separator else location))
 
 
 def _read_at(path: Path) -> Iterator[Path]:
-    """Yield where the files of an input are: itself, and what links in it point to."""
-    if glob.has_magic(str(path)) and not path.exists():
+    """Yield where the files of an input are: itself, what it is a link to, and what links in it point to."""
+    if glob.has_magic(str(path)) and not os.path.exists(path):
         path = path.parent
+    yield path.parent.resolve() / path.name
     yield path.resolve()
-    if path.is_dir():
+    if os.path.isdir(path):
         with contextlib.suppress(OSError), os.scandir(path) as entries:
-            yield from (Path(os.path.realpath(entry.path)).parent for entry in entries if entry.is_symlink())
+            yield from {Path(os.path.realpath(entry.path)).parent for entry in entries if entry.is_symlink()}
 
 
 def _same(output: Path, path: Path) -> bool:
@@ -171,7 +175,7 @@ def refuse_inputs(output: Path, inputs: Mapping[str, Path | str | None]) -> None
         UserError: naming both.
     """
     for directory in (output, beside(output, "partial"), beside(output, "old")):
-        if not directory.exists():
+        if not os.path.exists(directory):
             continue
         for what, given in inputs.items():
             for path in _read_at(Path(given)) if given is not None else ():
@@ -206,9 +210,8 @@ def refuse_replacing(file: Path, flag: str, mark: bytes) -> None:
         UserError: it lacks the mark.
     """
     head = b""
-    with contextlib.suppress(OSError):
-        if file.is_file():
-            with file.open("rb") as content:
-                head = content.read(4096)
-    if file.exists() and mark not in head:
+    if os.path.isfile(file):
+        with contextlib.suppress(OSError), file.open("rb") as content:
+            head = content.read(4096)
+    if os.path.exists(file) and mark not in head:
         raise UserError(f"{flag}: {file} exists, smp did not write it, and it would be replaced: give another one")

@@ -45,7 +45,8 @@ def test_an_output_that_is_or_contains_an_input_is_refused(base, tmp_path):
     kept.mkdir()
     for output, read in (
         (base, base), (tmp_path / "link", base), (base, tmp_path / "link"), (base, base / ".." / "final"),
-        (base, base / "model.safetensors"), (runs, base), (base, tmp_path / "farm"), (base.with_name("new"), kept),
+        (base, base / "model.safetensors"), (tmp_path / "farm", tmp_path / "farm" / "model.safetensors"),
+        (runs, base), (base, tmp_path / "farm"), (base.with_name("new"), kept),
     ):  # fmt: skip
         with pytest.raises(UserError, match=r"would be replaced, and --base reads .*: give another directory"):
             refuse_inputs(output, {"--base": read})
