@@ -91,14 +91,14 @@ def model_summary(path: Path, *, tensors: bool) -> dict[str, Any]:
         config = read_object(config_file)
     except (OSError, ValueError) as error:
         raise UserError(f"{config_file} is no readable Hugging Face config ({error}): give another directory") from None
-    shown = ("peft_type", "base_model_name_or_path") if config_file.name == ADAPTER_CONFIG else ("model_type",)
+    about = ("peft_type", "base_model_name_or_path") if config_file.name == ADAPTER_CONFIG else ("model_type",)
     model = ModelTensors(path)
     entries = {name: (stored.dtype, stored.shape) for name, stored in model.entries.items()}
     files = {file.name: {"size": file.stat().st_size} for file in sorted(set(model.files.values()))}
     found = {
         "path": str(path),
         "kind": "adapter" if config_file.name == ADAPTER_CONFIG else "Hugging Face model",
-        "model": {**{name: config.get(name) for name in shown}, **_parameters(entries)},
+        "model": {**{name: config.get(name) for name in about}, **_parameters(entries)},
         "config": config,
         "files": files,
         "bytes": sum(entry["size"] for entry in files.values()),
