@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
 from collections.abc import Iterable
@@ -103,6 +104,31 @@ def _check_tensors(tensors: dict[str, torch.Tensor], plan: _Plan) -> list[str]:
     if dtypes:
         problems.append(f"weights of a dtype that cannot be trained: {_some(dtypes)}; use {', '.join(_DTYPES)}")
     return problems
+
+
+def base_dtypes(names: Iterable[str], hf_config: Any, weights: pathlib.Path) -> dict[str, torch.dtype]:
+    """Return the dtype that each tensor has in pretrained files, or else the config's; only headers are read.
+
+    Args:
+        names: of parameters and saved buffers; those that neither says are left out.
+        weights: they may not be there any more.
+    """
+    from safetensors import safe_open
+
+    names, family = set(names), family_of(hf_config)
+    usual = getattr(hf_config, "dtype", None)
+    found = dict.fromkeys(names, usual) if isinstance(usual, torch.dtype) else {}
+    keys: dict[str, pathlib.Path] = {}
+    with contextlib.suppress(UserError):
+        keys = weight_map(weights)
+    for file in sorted(set(keys.values())):
+        with safe_open(file, framework="pt") as content:
+            for key in content.keys():  # noqa: SIM118
+                name, dtype = family.file_names.module_key(key), content.get_slice(key).get_dtype()
+                name = name if name in names else f"{family.base}.{name}"
+                if name in names and dtype in _DTYPES:
+                    found[name] = _DTYPES[dtype]
+    return found
 
 
 def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> _Plan:

@@ -66,6 +66,12 @@ class CheckpointConfig(Section):
         "schedule and generators anew.",
     )
     save_final_model: bool = setting(False, "Write a Hugging Face model directory at the end.")
+    dtype: str | None = setting(
+        None,
+        "Dtype of the final model's files, fp32 or bf16. Default: that of the pretrained files, else fp32.",
+        only=(None, "fp32", "bf16"),
+        otherwise="it is the dtype of the final model's files, fp32 or bf16; --bf16 1 computes in bfloat16",
+    )
     model_dir: str | None = setting(
         None, "Directory or URL where --save_final_model 1 writes to. Default: <output_dir>/final."
     )
@@ -114,6 +120,11 @@ class CheckpointConfig(Section):
             )
         if self.model_dir is not None and not self.save_final_model:
             found.append("--model_dir needs --save_final_model 1: set it, or leave the directory out")
+        if self.dtype is not None and not self.save_final_model:
+            found.append(
+                "--dtype is of the final model's files and needs --save_final_model 1: set it, or leave it out "
+                "(--bf16 1 computes in bfloat16)"
+            )
         if urls and self.is_local:
             found.append(
                 f"--checkpoint_type {self.checkpoint_type} keeps checkpoints on each rank's own disk, and {urls[0]} is "

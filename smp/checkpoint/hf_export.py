@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from smp.checkpoint.outputs import MARKER, beside, marker_of, marker_text, refuse_foreign_files, refuse_inputs
 from smp.checkpoint.safetensors_io import Piece, reason, sync, write_tensors
 from smp.errors import RunError, UserError
 from smp.faults.lock import locked
-from smp.json_input import read_object
-from smp.models.added import AddedParameter, added_parameters, left_out
+from smp.models.added import AddedParameter, added_parameters, files_of, left_out
 from smp.models.family import Family
 from smp.models.file_names import buffers_of, parameters_of
 from smp.models.registry import family_of
@@ -31,8 +31,9 @@ from smp.parallel.sharding import reshard
 
 logger = logging.getLogger(__name__)
 
-# Lists the files of an export, so that a later export may replace them and nothing else.
-MARKER = "smp_export.json"
+Dtype = torch.dtype | Mapping[str, torch.dtype] | None
+# By the values of --dtype.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_FILES = (
@@ -65,44 +66,12 @@ def _on_main(action: Callable[[], object]) -> None:
         raise kind(f"exporting the model failed: {text}") from cause
 
 
-def _beside(directory: pathlib.Path, suffix: str) -> pathlib.Path:
-    return directory.with_name(f".{directory.name}.{suffix}")
-
-
-def _files_of_export(directory: pathlib.Path) -> set[str]:
-    """Return the names of the files that an earlier export wrote there; none when no export did."""
-    try:
-        return {MARKER, *map(str, read_object(directory / MARKER)["files"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
-
-
-def refuse_foreign_files(directory: pathlib.Path) -> None:
-    """Check that an export to ``directory`` would replace nothing but an earlier export.
-
-    Raises:
-        UserError: it is a file or a mount point, or contains others.
-    """
-    if not directory.exists():
-        return
-    if not directory.is_dir():
-        raise UserError(f"{directory} is a file: give a directory that does not exist yet")
-    if os.path.ismount(directory.resolve()):  # an export appears by a rename, which cannot replace one
-        raise UserError(f"{directory} is a mount point and must be a directory in one: give {directory / 'final'}")
-    present = {path.name for path in directory.iterdir()}
-    if foreign := sorted(present - _files_of_export(directory)):
-        raise UserError(
-            f"{directory} contains {foreign[0]}, which no earlier export wrote, and would be replaced: "
-            f"give another directory, or move the file away"
-        )
-
-
 def _claim(directory: pathlib.Path) -> None:
     """Check that ``directory`` may be written, undo what a killed export left, and start an empty one beside it.
 
     With its lock taken: another export at the same time would delete this one's files, or mix with them.
     """
-    partial, old = _beside(directory, "partial"), _beside(directory, "old")
+    partial, old = beside(directory, "partial"), beside(directory, "old")
     if old.exists() and not directory.exists():
         old.rename(directory)
     refuse_foreign_files(directory)
@@ -111,19 +80,18 @@ def _claim(directory: pathlib.Path) -> None:
     partial.mkdir()
 
 
-def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _stored(name: str, tensor: torch.Tensor, dtype: Dtype) -> torch.dtype:
     """Return the dtype of a tensor in the files, given what was asked for."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    asked = dtype if dtype is None or isinstance(dtype, torch.dtype) else dtype.get(name)
+    return asked if asked is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _plan_files(
-    parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: torch.dtype | None
-) -> dict[str, list[str]]:
+def _plan_files(parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: Dtype) -> dict[str, list[str]]:
     """Return parameter names by file, in order, each file at most ``max_shard_bytes`` or one parameter."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, parameter in parameters.items():
-        needed = parameter.numel() * _stored(parameter, dtype).itemsize
+        needed = parameter.numel() * _stored(name, parameter, dtype).itemsize
         if groups[-1] and size + needed > max_shard_bytes:
             groups.append([])
             size = 0
@@ -134,10 +102,8 @@ def _plan_files(
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
-def _pretrained_files(
-    tokenizer_dir: pathlib.Path | str | None,
-    generation_dir: pathlib.Path | str | None,
-    chat_template: pathlib.Path | str | None,
+def pretrained_files(
+    tokenizer_dir: pathlib.Path | str | None, generation_dir: pathlib.Path | str | None
 ) -> dict[str, pathlib.Path]:
     """Return the files that an export copies, by their names in it.
 
@@ -149,10 +115,6 @@ def _pretrained_files(
             root = pathlib.Path(directory)
             files = [file for name in names for file in root.glob(name) if file.is_file()]
             found.update({str(file.relative_to(root)): file for file in files})
-    if chat_template is not None and (template := pathlib.Path(chat_template)).is_file():
-        found[_CHAT_TEMPLATE] = template
-    elif chat_template is not None:
-        logger.warning("%s is not there any more: the export has no such chat template", chat_template)
     return found
 
 
@@ -163,6 +125,7 @@ def _write_configs(
     *,
     generation: Any,
     dtype: torch.dtype,
+    with_model: bool,
     copied: Mapping[str, pathlib.Path],
 ) -> None:
     from transformers import GenerationConfig
@@ -171,7 +134,8 @@ def _write_configs(
     config.architectures = [family.architecture]
     config.dtype = dtype
     config.use_cache = True  # off in training only
-    config.save_pretrained(partial)
+    if with_model:  # an adapter's directory has none: from_pretrained would take it for a model's
+        config.save_pretrained(partial)
     plain = GenerationConfig.from_model_config(config)
     generation = copy.deepcopy(generation) or plain
     if generation._from_model_config:  # made while training had it off
@@ -216,7 +180,7 @@ def _gather_and_write(
     added: Mapping[str, AddedParameter],
     *,
     max_shard_bytes: int,
-    dtype: torch.dtype | None,
+    dtype: Dtype,
     progress: Callable[[], None],
 ) -> None:
     """Write every parameter, a tied one once, and the index if there are several files of the model."""
@@ -234,7 +198,7 @@ def _gather_and_write(
             tensor = read(name)
             if _is_main():
                 key = (added[name].key if name in added else None) or family.file_names.file_key(name)
-                tensors[key] = tensor.detach().to("cpu", _stored(tensor, dtype)).contiguous()
+                tensors[key] = tensor.detach().to("cpu", _stored(name, tensor, dtype)).contiguous()
         progress()
         _on_main(functools.partial(_write_tensors, partial / file, tensors))
         if file in files:
@@ -248,11 +212,10 @@ def _gather_and_write(
 
 def _publish(partial: pathlib.Path, directory: pathlib.Path) -> None:
     """Flush the finished export and put it in the place of ``directory``."""
-    names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*"))
-    (partial / MARKER).write_text(json.dumps({"files": names}, indent=2) + "\n")
+    (partial / MARKER).write_text(marker_text(marker_of(partial)))
     for path in [*partial.rglob("*"), partial]:
         sync(path)
-    old = _beside(directory, "old")
+    old = beside(directory, "old")
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)
@@ -270,15 +233,16 @@ def export_hf(
     added: Mapping[str, AddedParameter] | None = None,
     tokenizer_dir: pathlib.Path | str | None = None,
     generation_dir: pathlib.Path | str | None = None,
-    chat_template: pathlib.Path | str | None = None,
+    chat_template: str | None = None,
     max_shard_bytes: int = 5 * 2**30,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a directory that ``from_pretrained`` loads: safetensors, configs, tokenizer. All ranks call it.
 
     Rank 0 gathers one parameter at a time and writes; the directory appears when it is complete. An earlier export
-    there is replaced; a directory with anything else in it is not touched. Without a process group this process writes.
+    there is replaced; a directory with anything else in it, or that the model was loaded from, is not touched. Without
+    a process group this process writes.
     Parameters that techniques have added go to the files that they name, frozen ones of pretrained weights to none.
 
     Args:
@@ -290,17 +254,19 @@ def export_hf(
         added: of ``model``'s tensors, those that techniques have added; a model knows its own.
         tokenizer_dir: directory whose tokenizer files are copied along.
         generation_dir: directory whose ``generation_config.json`` is; None: that of ``tokenizer_dir``, if it has one.
-        chat_template: file of the template that the model was trained with, if it is not the tokenizer's own.
+        chat_template: text of the template that the model was trained with, if it is not the tokenizer's own.
         max_shard_bytes: largest file, as long as one parameter fits; also the most that rank 0 keeps in CPU memory.
-        dtype: dtype of the files; None: the parameters'.
+        dtype: dtype of the files, of all or by parameter's name; None: the parameters'.
         progress: called before each parameter and each file.
 
     Raises:
-        UserError: the model's files differ from it by more than names; the directory contains other files, is a mount
-            point, or is in use; raised on every rank.
+        UserError: the model's files differ from it by more than names; the directory contains other files or what was
+            read, is a mount point, or is in use; raised on every rank.
         RunError: it cannot be written; raised on every rank.
     """
     added = added or {}
+    if chat_template is not None and "{" not in str(chat_template):
+        raise UserError(f"smp.export_hf: chat_template is the text of a template, got {chat_template!r}: read its file")
     if hf_config is None:
         require_model("smp.export_hf", model, changes=False)
     if isinstance(model, nn.Module):
@@ -311,10 +277,14 @@ def export_hf(
         hf_config = model.config if hf_config is None else hf_config
     else:
         parameters = model
+    source = getattr(hf_config, "_name_or_path", None)
+    inputs = {"tokenizer_dir": tokenizer_dir, "generation_dir": generation_dir, "from_pretrained": source or None}
+    if isinstance(model, nn.Module):
+        inputs |= files_of(model)
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
-    partial, family = _beside(directory, "partial"), family_of(hf_config)
+    partial, family = beside(directory, "partial"), family_of(hf_config)
     family.file_names.check(directory, "have transformers' save_pretrained write it")
-    stored = dtype or next(iter(parameters.values())).dtype
+    stored = _stored(*next(iter(parameters.items())), dtype)
     untied = {f"{family.embedding}.weight", f"{family.head}.weight"} <= parameters.keys()
     if untied and getattr(hf_config, "tie_word_embeddings", False):
         hf_config = copy.deepcopy(hf_config)
@@ -324,16 +294,23 @@ def export_hf(
 
         def prepare() -> None:
             # The last thing a run does is not to fail for want of locks.
-            lock = _beside(directory, "lock")
+            lock = beside(directory, "lock")
             stack.enter_context(locked(lock, directory, "give another directory", required=False))
             stack.callback(shutil.rmtree, partial, ignore_errors=True)  # of a failure: a published one has its name
+            refuse_inputs(directory, inputs)
             _claim(directory)
             generation = getattr(model, "generation_config", None)
-            copied = _pretrained_files(tokenizer_dir, generation_dir, chat_template)
-            _write_configs(partial, hf_config, family, generation=generation, dtype=stored, copied=copied)
+            copied = pretrained_files(tokenizer_dir, generation_dir)
+            with_model = any(name not in added or added[name].apart is None for name in parameters)
+            _write_configs(
+                partial, hf_config, family,
+                generation=generation, dtype=stored, with_model=with_model, copied=copied,
+            )  # fmt: skip
             for each in {p.apart.file: p.apart for p in added.values() if p.apart is not None}.values():
                 for name, text in each.beside.items():
                     (partial / name).write_text(text, encoding="utf-8")
+            if chat_template is not None:
+                (partial / _CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
 
         _on_main(prepare)
         _gather_and_write(

@@ -1,11 +1,12 @@
-"""Final models on object stores: written to the disk first, then uploaded, ``config.json`` last.
+"""Final models on object stores: written to the disk first, then uploaded, their configuration last.
 
-A folder without ``config.json`` is no model, so one that is being uploaded or replaced is not taken for one.
+That is ``config.json``, of adapters ``adapter_config.json``. A folder without either is no model, so one that is being
+uploaded or replaced is not taken for one.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -13,39 +14,37 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from smp.checkpoint.hf_export import MARKER
 from smp.checkpoint.object_store import ObjectStore, StoreError
+from smp.checkpoint.outputs import MARKER, exported, identity, marker_of, marker_text, not_exported
 from smp.errors import RunError, UserError
+from smp.models.weight_files import ADAPTER_CONFIG
 
-_LAST = "config.json"
+_LAST = ("config.json", ADAPTER_CONFIG)
 # Seconds between two looks at an upload that other ranks wait for.
 _PAUSE = (0.05, 1.0)
-
-
-def _files_of_export(store: ObjectStore) -> set[str]:
-    """Return the names of the objects that an earlier export put there."""
-    try:
-        return {MARKER, *map(str, json.loads(store.read(MARKER) or b"{}")["files"])}
-    except (ValueError, KeyError, TypeError):
-        return set()
 
 
 def refuse_foreign_objects(url: str) -> None:
     """Check that a model at ``url`` would replace nothing but an earlier export.
 
     Raises:
-        UserError: the URL cannot be used, or other objects are below it.
+        UserError: the URL cannot be used, or other objects are below it, or one of an export that has changed since.
     """
     try:
         store = ObjectStore(url)
-        present = store.sizes("").keys()
-        foreign = sorted(present - _files_of_export(store)) if present else []
+        sizes = store.sizes("")
+        known = exported(store.read(MARKER) or b"{}") if sizes else {}
+
+        def identified(name: str) -> str:
+            return identity(sizes[name], functools.partial(store.range, name))
+
+        problem = not_exported(known, {name: functools.partial(identified, name) for name in sizes})
     except StoreError as error:
         raise UserError(f"no model can be written to {url}: {error}") from error
-    if foreign:
+    if problem:
         raise UserError(
-            f"{url} contains {foreign[0]}, which no earlier export wrote, and would be mixed with the model: give "
-            f"another URL, or move the object away"
+            f"{url} contains {problem}, and would be replaced by the model or mixed with it: give another URL, or move "
+            f"the object away"
         )
 
 
@@ -57,22 +56,26 @@ def upload_model(directory: Path, url: str, advance: Callable[[int], None] = lam
         advance: is told the bytes that have got there.
 
     Raises:
+        UserError: as :func:`refuse_foreign_objects`.
         StoreError: it cannot be written.
     """
+    refuse_foreign_objects(url)
     store = ObjectStore(url)
     names = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
     # The marker first: whatever of this is there, a later export may replace it.
-    old = _files_of_export(store)
-    store.remove(_LAST)
-    marker = {"files": sorted({*names, *old} - {MARKER})}
-    store.write(MARKER, json.dumps(marker).encode())
-    for name in names:
-        if name not in (MARKER, _LAST):
-            store.upload(directory / name, name, advance)
-    for name in sorted(old - set(names)):
+    old, new = exported(store.read(MARKER) or b"{}"), marker_of(directory)
+    for name in _LAST:
         store.remove(name)
-    store.upload(directory / MARKER, MARKER, advance)
-    store.upload(directory / _LAST, _LAST, advance)
+    both = {name: sorted({*old.get(name, ()), *new.get(name, ())}) for name in sorted({*old, *new})}
+    store.write(MARKER, marker_text(both).encode())
+    for name in names:
+        if name not in (MARKER, *_LAST):
+            store.upload(directory / name, name, advance)
+    for name in sorted(old.keys() - new.keys()):
+        store.remove(name)
+    for name in (MARKER, *_LAST):
+        if name in names:
+            store.upload(directory / name, name, advance)
 
 
 def upload_model_together(directory: Path, url: str, progress: Callable[[], None]) -> None:

@@ -13,12 +13,13 @@ import torch
 from smp.checkpoint.base import NF4, is_base_of, weights_at
 from smp.checkpoint.lora_merge import Read, merging, reader_of, stored
 from smp.checkpoint.manifest import Manifest, TensorEntry
+from smp.cli.find import refuse_links_out
 from smp.cli.output import shown
 from smp.errors import UserError
 from smp.models.added import AddedParameter, Apart
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
-from smp.models.weight_files import ADAPTER_CONFIG
+from smp.models.weight_files import ADAPTER_CONFIG, directory_of, weight_map
 from smp.parallel.adapter_config import saved_settings
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora import WEIGHTS, Adapter, Config, linear_layers
@@ -144,6 +145,8 @@ def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | N
     if (weights := weights_at(base)) is None:
         where = "" if base is None else f" at {shown(base)}"
         raise UserError(f"the base model of checkpoint {path} is not there{where}: give its directory by --base DIR")
+    if given is None:
+        refuse_links_out(directory_of(weights) or weights, set(weight_map(weights).values()), path)
     if not is_base_of(manifest, weights):
         raise UserError(
             f"checkpoint {path} was made with other pretrained weights than {base} contains: give those by --base DIR"

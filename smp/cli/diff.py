@@ -23,7 +23,7 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.object_store import is_url
 from smp.checkpoint.reader import CheckpointReader
 from smp.cli.checkpoints import one_checkpoint
-from smp.cli.find import existing_directory, is_checkpoint, is_model
+from smp.cli.find import config_file_of, existing_directory, is_checkpoint, is_model
 from smp.cli.output import dtype_name, progress, shown, table
 from smp.cli.sources import ModelTensors
 from smp.cli.verify import verified
@@ -32,6 +32,7 @@ from smp.errors import UserError
 from smp.json_input import read_object
 from smp.models.checked_config import config_from
 from smp.models.hf_values import is_computed
+from smp.models.weight_files import ADAPTER_CONFIG
 
 # Elements that are compared at a time.
 BLOCK = 4 << 20
@@ -41,7 +42,7 @@ _MISSING = "(none)"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("a", help="a checkpoint, its URL, or a Hugging Face model directory")
+    parser.add_argument("a", help="a checkpoint, its URL, or the directory of a Hugging Face model or of an adapter")
     parser.add_argument("b", help="another")
     parser.add_argument("--values", action="store_true", help="compare the tensors' content; reads all of both")
     parser.add_argument("--show", type=int, default=10, metavar="N", help="most tensors listed of each sort (10)")
@@ -106,7 +107,10 @@ def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
     if not is_url(text):
         directory = existing_directory(text)
         if is_model(directory) and not is_checkpoint(directory):
-            return Side(flat(_completed(directory / "config.json"), "model"), ModelTensors(directory), True)
+            file = config_file_of(directory)
+            if file.name == ADAPTER_CONFIG:
+                return Side(flat(read_object(file), "adapter"), ModelTensors(directory), True)
+            return Side(flat(_completed(file), "model"), ModelTensors(directory), True)
     checkpoint = one_checkpoint(text)
     manifest = verified(checkpoint, content=False)
     if values and manifest.kind != "sharded":

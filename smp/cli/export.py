@@ -12,29 +12,32 @@ import dataclasses
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smp.checkpoint.hf_export import export_hf, refuse_foreign_files
+from smp.checkpoint.hf_export import DTYPES, Dtype, export_hf, pretrained_files
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.model_store import refuse_foreign_objects, upload_model
 from smp.checkpoint.object_store import is_url
+from smp.checkpoint.outputs import inputs_of, local_path, refuse_foreign_files, refuse_inputs
 from smp.cli.adapter import MODEL, adapter_of, base_of
 from smp.cli.checkpoints import GivenCheckpoint, one_checkpoint
-from smp.cli.find import existing_directory
+from smp.cli.find import existing_directory, refuse_links_out
 from smp.cli.output import shown
 from smp.cli.verify import verified
 from smp.comm.report import readable
+from smp.data.template import given_template
 from smp.errors import UserError
 from smp.models.checked_config import checked_config
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model
 from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of
+from smp.pretrained import base_dtypes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WEIGHTS = ("hf_pretrained_model_name_or_dir", "pretrained_checkpoint_file", "finetune_checkpoint_load_dir")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -44,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "output", help="directory or URL to write; it must not exist, be empty, or contain an earlier export"
     )
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the files; default: as trained, fp32")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="of the files; default: that of the base model's files, else fp32"
+    )
     parser.add_argument(
         "--max_shard_size", default="5GB", metavar="SIZE", help="largest file, such as 500MiB; default 5GB"
     )
@@ -52,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="DIR",
         help="directory whose tokenizer files are copied along; default: the run's own, if it is there",
+    )
+    parser.add_argument(
+        "--chat_template", metavar="FILE", help="chat template to add, as the job's flag; default: the run's"
     )
     parser.add_argument("--merge", action="store_true", help="add the checkpoint's adapters to their base model")
     parser.add_argument("--base", metavar="DIR", help="with --merge: the base model; default: where the run had it")
@@ -116,8 +124,11 @@ def model_dirs(manifest: Manifest) -> list[Path]:
         "hf_pretrained_model_name_or_dir", "model", "pretrained_model_name", "finetune_checkpoint_load_dir",
         "pretrained_checkpoint_file",
     )  # fmt: skip
-    found = [Path(text).expanduser() for name in names if (text := _setting(manifest, name)) is not None]
-    return [path.parent if path.is_file() else path for path in found]
+    return [path.parent if path.is_file() else path for path in _paths(manifest, names)]
+
+
+def _paths(manifest: Manifest, names: Iterable[str]) -> list[Path]:
+    return [Path(text).expanduser() for name in names if (text := _setting(manifest, name)) is not None]
 
 
 def _setting(manifest: Manifest, name: str) -> str | None:
@@ -151,6 +162,49 @@ def _refuse_output(text: str, checkpoint: GivenCheckpoint) -> None:
     refuse_foreign_files(output)
 
 
+def _refuse_inputs(options: argparse.Namespace, manifest: Manifest, tokenizer: Path | None) -> None:
+    """Refuse to replace what this export reads, or the checkpoint's run does when it is resumed."""
+    settings, weights = manifest.run.get("config"), manifest.model.get("weights")
+    read_by_run = inputs_of(settings if isinstance(settings, dict) else {})
+    inputs: dict[str, Path | str | None] = {f"the run's {flag}": path for flag, path in read_by_run.items()}
+    inputs |= {"the checkpoint's run": weights if isinstance(weights, str) else None}
+    inputs |= {"--base": options.base, "--tokenizer": tokenizer}
+    if (output := local_path(options.output)) is not None:
+        refuse_inputs(output.absolute(), inputs)
+
+
+def _check_named(
+    directory: Path | None, files: Mapping[str, Path], checkpoint: GivenCheckpoint, base: str | None
+) -> None:
+    """Refuse links out of a directory that the checkpoint names, and not the user by ``--base``."""
+    given = directory_of(Path(base).expanduser()) if base is not None else None
+    if directory is not None and directory != given:
+        refuse_links_out(directory, files.values(), checkpoint.path)
+
+
+def _template(manifest: Manifest, file: str | None) -> str | None:
+    """Return the text of the chat template that was given, or that the run had."""
+    if file is None:
+        text = manifest.model.get("chat_template")
+        return text if isinstance(text, str) else None
+    return given_template(file)
+
+
+def _dtype_of_files(
+    options: argparse.Namespace, manifest: Manifest, hf_config: Any, names: Iterable[str], base: Path | None
+) -> Dtype:
+    """Return the dtype of the files: asked for, or each tensor's in the files of the run's base model, if it had one.
+
+    Args:
+        names: of the model's tensors; none of adapters, which stay as they are.
+        base: weights, if they are known and checked.
+    """
+    if options.dtype is not None:
+        return DTYPES[options.dtype]
+    weights = base or next(iter(_paths(manifest, _WEIGHTS)), None)
+    return None if weights is None else base_dtypes(names, hf_config, weights)
+
+
 def _write(
     checkpoint: GivenCheckpoint, manifest: Manifest, output: Path, options: argparse.Namespace, tokenizer: Path | None
 ) -> None:
@@ -176,6 +230,8 @@ def _write(
             parameters, read_merged = adapter.merged(hf_config, base, read)
         else:
             parameters, added = adapter.alone()
+        generation = generation_dir_of(*model_dirs(manifest), directory_of(base))
+        _check_named(generation, pretrained_files(None, generation), checkpoint, options.base)
         export_hf(
             parameters,
             output,
@@ -183,10 +239,10 @@ def _write(
             read=read_merged,
             added=added,
             tokenizer_dir=tokenizer,
-            generation_dir=generation_dir_of(*model_dirs(manifest), directory_of(base)),
-            chat_template=_setting(manifest, "chat_template"),
+            generation_dir=generation,
+            chat_template=_template(manifest, options.chat_template),
             max_shard_bytes=parse_size(options.max_shard_size),
-            dtype=DTYPES[options.dtype] if options.dtype else None,
+            dtype=_dtype_of_files(options, manifest, hf_config, parameters if added is None else {}, base),
         )
 
 
@@ -203,7 +259,9 @@ def run(options: argparse.Namespace) -> int:
             f"{checkpoint.path} is a {manifest.kind} checkpoint, which has the state of one rank: resume from it and "
             f"save a sharded one"
         )
+    _refuse_inputs(options, manifest, tokenizer)
     known = None if tokenizer is not None else tokenizer_of(manifest, options.base)
+    _check_named(known, pretrained_files(known, None), checkpoint, options.base)
     with contextlib.ExitStack() as stack:
         output = Path(options.output).expanduser().absolute()
         if is_url(options.output):
@@ -220,4 +278,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"Tokenizer: that of the run, {shown(str(known))}")
     elif tokenizer is None:
         print("No tokenizer was copied: --tokenizer DIR does that")
+    if _setting(manifest, "chat_template") and _template(manifest, options.chat_template) is None:
+        print("No chat template was copied: the checkpoint has no text of the run's: --chat_template FILE adds it")
     return 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from smp.checkpoint.layout import TEMPORARY, step_of
 from smp.checkpoint.manifest import MANIFEST_FILE
 from smp.errors import UserError
+from smp.models.weight_files import ADAPTER_CONFIG
 
 # Below a run directory checkpoints lie one directory deeper, those of single ranks two.
 DEPTHS = ("*", "*/*", "*/*/*")
@@ -33,8 +35,37 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def is_model(directory: Path) -> bool:
-    """Tell whether it is a Hugging Face model directory."""
-    return (directory / "config.json").is_file()
+    """Tell whether it is a Hugging Face model directory, or one of an adapter in peft's format."""
+    return config_file_of(directory).is_file()
+
+
+def config_file_of(directory: Path) -> Path:
+    """Return the file that says what a model directory, or an adapter's, contains."""
+    adapter = directory / ADAPTER_CONFIG
+    return adapter if adapter.is_file() else directory / "config.json"
+
+
+def refuse_links_out(directory: Path, files: Iterable[Path], named_by: object) -> None:
+    """Refuse files of a directory that a checkpoint names, and not the user, which lie elsewhere.
+
+    Those of a snapshot in Hugging Face's cache are links to the blobs of its repository.
+
+    Args:
+        named_by: the checkpoint.
+
+    Raises:
+        UserError: one is a link to a file outside of the directory.
+    """
+    root = directory.resolve()
+    snapshots = next((parent for parent in root.parents if parent.name == "snapshots"), None)
+    inside = [root] if snapshots is None else [root, snapshots.parent / "blobs"]
+    for file in files:
+        real = file.resolve()
+        if not any(map(real.is_relative_to, inside)):
+            raise UserError(
+                f"{file} is a link to {real}, outside of the directory that checkpoint {named_by} names: replace the "
+                f"link by a copy, or give the tokenizer's directory by --tokenizer, with --merge the model's by --base"
+            )
 
 
 def checkpoints_at(directory: Path) -> list[Path]:

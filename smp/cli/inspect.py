@@ -14,12 +14,13 @@ from smp.checkpoint.layout import step_of
 from smp.checkpoint.manifest import Manifest, TensorEntry
 from smp.checkpoint.object_store import is_url
 from smp.cli.checkpoints import GivenCheckpoint, find
-from smp.cli.find import existing_directory, is_checkpoint, is_model
+from smp.cli.find import config_file_of, existing_directory, is_checkpoint, is_model
 from smp.cli.output import dtype_name, shown, table
 from smp.cli.sources import ModelTensors
 from smp.comm.report import readable
 from smp.errors import DamagedCheckpointError, UserError
 from smp.json_input import read_object
+from smp.models.weight_files import ADAPTER_CONFIG
 
 MODEL = "model."
 
@@ -28,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
         "directory",
-        help="a checkpoint, a directory that contains some, or the URL of either; or a local Hugging Face model",
+        help="a checkpoint, a directory that contains some, or the URL of either; or a local Hugging Face model, or "
+        "adapter",
     )
     parser.add_argument("--tensors", action="store_true", help="also list every tensor")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -83,19 +85,20 @@ def checkpoint_summary(checkpoint: GivenCheckpoint, manifest: Manifest, *, tenso
 
 
 def model_summary(path: Path, *, tensors: bool) -> dict[str, Any]:
-    """Return what a Hugging Face directory contains, as JSON."""
-    config_file = path / "config.json"
+    """Return what a Hugging Face directory, or an adapter's, contains, as JSON."""
+    config_file = config_file_of(path)
     try:
         config = read_object(config_file)
     except (OSError, ValueError) as error:
         raise UserError(f"{config_file} is no readable Hugging Face config ({error}): give another directory") from None
+    about = ("peft_type", "base_model_name_or_path") if config_file.name == ADAPTER_CONFIG else ("model_type",)
     model = ModelTensors(path)
     entries = {name: (stored.dtype, stored.shape) for name, stored in model.entries.items()}
     files = {file.name: {"size": file.stat().st_size} for file in sorted(set(model.files.values()))}
     found = {
         "path": str(path),
-        "kind": "Hugging Face model",
-        "model": {"model_type": config.get("model_type"), **_parameters(entries)},
+        "kind": "adapter" if config_file.name == ADAPTER_CONFIG else "Hugging Face model",
+        "model": {**{name: config.get(name) for name in about}, **_parameters(entries)},
         "config": config,
         "files": files,
         "bytes": sum(entry["size"] for entry in files.values()),
@@ -201,7 +204,8 @@ def run(options: argparse.Namespace) -> int:
     directory = None if is_url(options.directory) else existing_directory(options.directory)
     if directory is not None and not is_checkpoint(directory) and is_model(directory):
         found = model_summary(directory, tensors=options.tensors)
-        rows = [("kind", found["kind"]), ("model", f"{found['model']['model_type']}, {_size(found['model'])}")]
+        what = found["model"].get("model_type") or "{peft_type} of {base_model_name_or_path}".format(**found["model"])
+        rows = [("kind", found["kind"]), ("model", f"{what}, {_size(found['model'])}")]
     else:
         present = find(options.directory)
         if not present.single:

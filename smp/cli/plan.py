@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smp.checkpoint.outputs import refuse_replacing
 from smp.cli.output import table
 from smp.compat.other_trainers import plan_advice
 from smp.environment import devices_folder
@@ -111,6 +112,7 @@ def _require_options(options: argparse.Namespace) -> int | None:
             raise UserError(f"--{name} {value} is a directory: give the name of a file")
         if not os.access(folder := Path(value).absolute().parent, os.W_OK):
             raise UserError(f"--{name} {value} cannot be written: {folder} is no directory that can be written to")
+        refuse_replacing(Path(value), f"--{name}", document.START if name == "json" else b"Matplotlib")
     if options.plot and Path(options.plot).suffix != ".png":
         raise UserError(f"--plot {options.plot} is not allowed: give a file that ends in .png")
     return None if options.tokens is None else parse_count("--tokens", options.tokens)

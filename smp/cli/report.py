@@ -10,6 +10,7 @@ import datetime
 import os
 from pathlib import Path
 
+from smp.checkpoint.outputs import refuse_replacing
 from smp.cli.output import shown
 from smp.comm.report import readable
 from smp.errors import UserError
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     output = Path(options.output).expanduser().absolute() if options.output else directory / "report.html"
     if output.is_dir():
         raise UserError(f"--output {options.output} is a directory: give the name of a file")
+    refuse_replacing(output, "--output", b'<meta name="generator" content="smp">')
     page = render(read_run(directory), now=datetime.datetime.now(datetime.UTC)).encode()
     # Renamed when complete: a browser may be looking at an earlier one.
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")

@@ -1,17 +1,25 @@
-"""The parameters of a Hugging Face directory by name."""
+"""The parameters of a Hugging Face directory, or of an adapter's, by name."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
 
 from smp.checkpoint.safetensors_io import Stored, read_header, reason
+from smp.cli.find import config_file_of
 from smp.errors import UserError
 from smp.json_input import read_object
 from smp.models.checked_config import config_from
 from smp.models.registry import family_of
-from smp.models.weight_files import weight_map
+from smp.models.weight_files import ADAPTER_CONFIG, weight_map
+from smp.parallel.adapter_config import WEIGHTS
+
+
+def _name_of_factor(key: str) -> str:
+    """Return the name that a tensor of peft's file has in smp's model."""
+    return re.sub(r"(\.lora_[AB])\.weight$", r"\1", key.removeprefix("base_model.model."))
 
 
 class ModelTensors:
@@ -26,21 +34,25 @@ class ModelTensors:
     """
 
     def __init__(self, directory: Path):
-        path = directory / "config.json"
+        path = config_file_of(directory)
         try:
             content = read_object(path)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be used: {error}") from None
-        family = family_of(config_from(path, content))
-        family.file_names.check(directory, "give a checkpoint")
         self.entries: dict[str, Stored] = {}
         self.files: dict[str, Path] = {}
         self._keys: dict[str, str] = {}
-        keys = {key: file for key, file in weight_map(directory).items() if not family.file_names.ignored(key)}
-        names = {key: family.file_names.module_key(key) for key in keys}
-        # Files of the model without its head leave out its name there.
-        with_head = any(name.startswith(f"{family.base}.") for name in names.values())
-        prefix = "model." if with_head else f"model.{family.base}."
+        if path.name == ADAPTER_CONFIG:
+            keys = weight_map(directory / WEIGHTS)
+            names, prefix = {key: _name_of_factor(key) for key in keys}, "model."
+        else:
+            family = family_of(config_from(path, content))
+            family.file_names.check(directory, "give a checkpoint")
+            keys = {key: file for key, file in weight_map(directory).items() if not family.file_names.ignored(key)}
+            names = {key: family.file_names.module_key(key) for key in keys}
+            # Files of the model without its head leave out its name there.
+            with_head = any(name.startswith(f"{family.base}.") for name in names.values())
+            prefix = "model." if with_head else f"model.{family.base}."
         for file in sorted(set(keys.values())):
             try:
                 with file.open("rb") as opened:

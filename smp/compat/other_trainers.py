@@ -112,7 +112,7 @@ OTHERWISE: Mapping[str, str] = {
     "precompute_ref_log_probs disable_dropout",
     "--qlora 1 with --lora_rank N stores the frozen weights in 4 bits": "load_in_4bit use_qlora qlora_4bit",
     "--report_to wandb sends the metrics there": "wandb use_wandb enable_wandb",
-    "--bf16 1 computes in bfloat16, --bf16 0 in float32": "dtype torch_dtype precision mixed_precision",
+    "--bf16 1 computes in bfloat16, --bf16 0 in float32": "torch_dtype precision mixed_precision",
     "code of a model's directory is never run: leave it out": "trust_remote_code",
     "leave it out: `py-spy top` and --profile_nsys show which rank does not wait in collectives, and is the slow one; "
     "--watchdog_timeout ends a run whose rank hangs": "straggler_ratio",

@@ -18,6 +18,7 @@ from smp.models.init_rules import InitRule
 from smp.models.weight_files import digest_of
 
 _ADDED, _FROZEN, _BASE, _ENCODED = "_smp_added", "_smp_frozen", "_smp_base", "_smp_encoded"
+_FILES = "_smp_files"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +146,16 @@ def left_out(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that checkpoints and exports leave out: of pretrained weights, or encoded."""
     base = base_of(model)
     return base.names if base else getattr(model, _FROZEN) if encoded_parameters(model) else frozenset()
+
+
+def remember_files(model: nn.Module, what: str, path: pathlib.Path | str) -> None:
+    """Mark files that a model's values came from, which no export of it replaces; ``what`` names them in messages."""
+    setattr(model, _FILES, {**files_of(model), what: path})
+
+
+def files_of(model: nn.Module) -> Mapping[str, pathlib.Path | str]:
+    """Return what :func:`remember_files` was given."""
+    return getattr(model, _FILES, {})
 
 
 def encode_parameter(model: nn.Module, name: str, how: Encoded) -> None:

@@ -18,7 +18,7 @@ from smp.models.family import COMMON_DEFAULTS, Family
 from smp.models.hf_values import apply_settings, differences, new_config, rebuilt, set_positions, value_problems
 from smp.models.preset import list_presets, load_preset
 from smp.models.registry import FAMILIES, MODEL_TYPES, family_of
-from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of, weight_map
+from smp.models.weight_files import directory_of, generation_dir_of, refuse_adapter, tokenizer_dir_of, weight_map
 
 logger = logging.getLogger(__name__)
 
@@ -259,6 +259,7 @@ def _named_source(name: str, *, flag: str) -> _Source:
     directory = pathlib.Path(name).expanduser()
     if (directory / "config.json").is_file():
         return _directory_source(directory)
+    refuse_adapter(directory)
     if directory.is_dir():
         raise UserError(f"--{flag} {name} is a directory without config.json: give a Hugging Face model directory")
     if needs_weights:

@@ -36,6 +36,15 @@ def _named_in(config: pathlib.Path) -> str | None:
     return pathlib.PurePath(name).name if isinstance(name, str) else None
 
 
+def refuse_adapter(directory: pathlib.Path) -> None:
+    """Raise a UserError for the directory of an adapter, where a model's is expected."""
+    if (directory / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"{directory} contains an adapter ({ADAPTER_CONFIG}): give its base model here, and {directory} by "
+            f"--adapter_path"
+        )
+
+
 def find_weights(path: pathlib.Path) -> pathlib.Path:
     """Return the safetensors file or the index JSON of ``path`` (either of them, or their directory).
 
@@ -52,10 +61,7 @@ def find_weights(path: pathlib.Path) -> pathlib.Path:
         if path.suffix not in (".safetensors", ".json"):
             raise UserError(f"{path} is no weights file: give a .safetensors file, its .index.json or their directory")
         return path
-    if (path / ADAPTER_CONFIG).is_file():  # from_pretrained would add it to the weights
-        raise UserError(
-            f"{path} contains an adapter ({ADAPTER_CONFIG}): give its base model here, and {path} by --adapter_path"
-        )
+    refuse_adapter(path)  # from_pretrained would add it to the weights
     if (path / "config.json").is_file() and (named := _named_in(path / "config.json")) is not None:
         return path / named
     for name in _NAMES:

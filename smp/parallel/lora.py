@@ -24,7 +24,7 @@ from smp.delayed_init import fill_added_
 from smp.errors import UserError
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
-from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters, leave_out_frozen
+from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters, leave_out_frozen, remember_files
 from smp.models.family import Family
 from smp.models.init_rules import InitRule, Step, drawn
 from smp.models.model_config import ModelConfig
@@ -344,6 +344,8 @@ def adapt(
     family, settings = family_of(hf_config), Settings((config,))
     own = parameters(model, family, settings)
     add_parameters(model, own.added, freezes=True)
+    if adapter_path is not None:
+        remember_files(model, "smp.lora", os.fspath(adapter_path))
     if not next(model.parameters()).is_meta:
         fill_added_(model, seed=seed)
     _replace_products(model, family, settings)

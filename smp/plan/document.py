@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from smp.plan.records import LayoutPlan, RankMemory
 
 SCHEMA = 1
+START = b'{\n "schema": '  # of every document, by which it is told from other files
 
 
 def memory_entry(memory: RankMemory) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from smp.checkpoint.storage import Storage
 from smp.config import ParallelConfig, Section, Settings, flag_text
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
+from smp.data.template import given_template
 from smp.errors import ConfigError, Problems, UserError
 from smp.memory.advice import Change, changes_that_help
 from smp.memory.estimate import GIB, peak_bytes, processes_that_fit
@@ -89,6 +90,7 @@ class CheckedJob(Job):
     storages: list[Storage]  # of checkpoints; this rank's, for local ones
     train_data: DataPipeline  # with evaluate_only the validation data, as no other is opened
     validation_data: DataPipeline | None
+    chat_template: str | None  # text of --chat_template
 
     @property
     def checkpoint_dirs(self) -> list[Path]:
@@ -215,7 +217,9 @@ def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
         validation = problems.attempt(create_data_pipeline, data, split="validation", batch=rows)
     if problems:
         raise ConfigError(problems)
-    return {"train_data": train or validation, "validation_data": validation}
+    template = config.data.chat_template if config.data.is_chat else None
+    text = given_template(template) if template is not None else None
+    return {"train_data": train or validation, "validation_data": validation, "chat_template": text}
 
 
 def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:

@@ -5,18 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
-from smp.checkpoint.hf_export import refuse_foreign_files
 from smp.checkpoint.layout import nearest_existing
 from smp.checkpoint.local import local_directory
 from smp.checkpoint.model_store import refuse_foreign_objects
 from smp.checkpoint.object_store import is_url
+from smp.checkpoint.outputs import (
+    inputs_of,
+    local_path,
+    refuse_foreign_files,
+    refuse_inputs,
+    refuse_mixing,
+    refuse_replacing,
+)
 from smp.checkpoint.storage import Storage, storage_at
 from smp.environment import Launch
 from smp.errors import ConfigError, Problems, UserError
+from smp.plan.document import START
+from smp.plan.ledger import ERROR, PLAN
 from smp.train.arguments import TrainConfig
 from smp.train.elsewhere import is_elsewhere
+
+# Files that a run replaces in its directory, by names that others use, too, and how smp's begin.
+_WRITTEN = {"config.yaml": b"# model FLOPs: ", PLAN: START, ERROR: START}
 
 
 def storages_of(config: TrainConfig, launch: Launch, run_dir: Path, model_name: str) -> list[Storage]:
@@ -54,6 +67,7 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
         return
     model_dir = config.checkpoint.model_dir
     final = [model_dir] if model_dir and not is_url(model_dir) else []
+    inputs = inputs_of(config.flat())
     locations = [("output_dir", run_dir)]
     folders = [location for location in config.checkpoint.checkpoint_dir if not is_url(location)]
     locations += [("checkpoint_dir", Path(folder).absolute()) for folder in folders]
@@ -62,12 +76,34 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
     problems = Problems()
     for flag, directory in locations:
         problems.attempt(_probe_directory, flag, directory)
+        if flag in ("output_dir", "checkpoint_dir"):
+            problems.attempt(refuse_mixing, flag, directory, inputs)
+    for name, mark in _WRITTEN.items():
+        problems.attempt(refuse_replacing, run_dir / name, "--output_dir", mark)
     if config.checkpoint.save_final_model:
-        problems.attempt(refuse_foreign_files, Path(*final).absolute() if final else run_dir / "final")
+        written = [(flag, directory) for flag, directory in locations if flag != "model_dir"]
+        problems.attempt(_check_final, Path(*final).absolute() if final else run_dir / "final", inputs, written)
         if model_dir and not final:
-            problems.attempt(refuse_foreign_objects, model_dir)
+            problems.attempt(_check_final_url, model_dir, inputs)
     if problems:
         raise ConfigError(problems)
+
+
+def _check_final(directory: Path, inputs: Mapping[str, Path], written: list[tuple[str, Path]]) -> None:
+    for flag, other in written:
+        if directory.resolve() in (other.resolve(), *other.resolve().parents):
+            raise UserError(
+                f"the final model would replace {directory}, where --{flag} {other} writes other files: give another "
+                f"--model_dir, such as {directory / 'final'}"
+            )
+    refuse_inputs(directory, inputs)
+    refuse_foreign_files(directory)
+
+
+def _check_final_url(url: str, inputs: Mapping[str, Path]) -> None:
+    if (directory := local_path(url)) is not None:
+        refuse_inputs(directory, inputs)
+    refuse_foreign_objects(url)
 
 
 def _probe_directory(flag: str, directory: Path) -> None:

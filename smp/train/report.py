@@ -131,7 +131,8 @@ def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float |
         step=state.step,
         world_size=job.launch.world_size,
         degrees=job.mesh.degrees,
-        model=model_entry(job.model.name, job.model.hf_config),
+        model=model_entry(job.model.name, job.model.hf_config)
+        | ({} if job.chat_template is None else {"chat_template": job.chat_template}),
         run={
             "progress": dataclasses.asdict(state),
             "config": job.config.flat(),

@@ -7,15 +7,16 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from smp.checkpoint import lora_merge
-from smp.checkpoint.hf_export import export_hf
+from smp.checkpoint.hf_export import DTYPES, Dtype, export_hf
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.model_store import upload_model_together
 from smp.checkpoint.object_store import is_url
@@ -26,9 +27,12 @@ from smp.faults.guard import Guard
 from smp.faults.nonfinite import nonfinite_gradients, nonfinite_values
 from smp.log import get_logger
 from smp.memory.tracker import MemoryTracker, memory_stats
+from smp.models.added import is_frozen
+from smp.models.file_names import buffers_of, parameters_of
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel import lora
 from smp.parallel.technique import Setup
+from smp.pretrained import base_dtypes
 from smp.runtime import release_cache
 from smp.train.checked_job import CheckedJob
 from smp.train.garbage import collect_if_due, collected_together
@@ -246,6 +250,22 @@ def _save_if_due(trainer: Trainer, *, counts: dict[str, int], stop: bool) -> Non
     trainer.saver.after_step(counts, manifest, step=trainer.state.step, stop=stop)
 
 
+def _dtype_of_files(job: CheckedJob, model: nn.Module | Mapping[str, torch.Tensor]) -> Dtype:
+    """Return the dtype of the final model's files: asked for, or the base's, but of adapters."""
+    if job.config.checkpoint.dtype is not None:
+        return DTYPES[job.config.checkpoint.dtype]
+    if job.model.weights is None or (isinstance(model, nn.Module) and is_frozen(model)):
+        return None
+    tensors = {**parameters_of(model), **dict(buffers_of(model))} if isinstance(model, nn.Module) else model
+    # Files that one rank alone no longer sees must not let ranks gather differently.
+    said = [base_dtypes(tensors, job.model.hf_config, job.model.weights) if job.launch.is_main else {}]
+    dist.broadcast_object_list(said)
+    if others := {str(dtype).removeprefix("torch.") for dtype in said[0].values() if dtype != torch.float32}:
+        names = ", ".join(sorted(others))
+        logger.info("The final model is in %s, as its base; --dtype fp32 would write it as trained.", names)
+    return said[0]
+
+
 def finish(trainer: Trainer, status: int) -> None:
     """Write the final model and the curves, and log the next commands; collective.
 
@@ -263,10 +283,11 @@ def finish(trainer: Trainer, status: int) -> None:
             model,
             final,
             read=read,
+            dtype=_dtype_of_files(job, model),
             hf_config=job.model.hf_config,
             tokenizer_dir=Path(tokenizer).expanduser() if tokenizer else job.model.tokenizer_dir,
             generation_dir=job.model.generation_dir,
-            chat_template=job.config.data.chat_template,
+            chat_template=job.chat_template,
             progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
         is_adapter = (final / ADAPTER_CONFIG).exists()

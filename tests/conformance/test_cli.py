@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import smp.cli
 import smp.cli.diff
@@ -368,6 +368,45 @@ def test_the_tokenizer_of_the_run_comes_along(call, tmp_path):
     assert status == 0 and out[1] == "No tokenizer was copied: --tokenizer DIR does that"
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_tensor_is_written_in_the_dtype_of_its_base(call, tmp_path, lora):
+    """As peft merges and transformers saves; where the base is gone, in that of its config."""
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    ).to(torch.bfloat16)
+    base.model.norm.float()
+    base.save_pretrained(tmp_path / "base")
+    words = ["--hf_pretrained_model_name_or_dir", tmp_path / "base", *FLAGS[:2], "--max_steps", 1, "--lr", 0.01]
+    words += ["--max_context_width", 16, "--save_final_model", 1]
+    words += ["--lora_rank", 2, "--save_merged_model", 1] if lora else []
+    done = run_job(*words, "--output_dir", tmp_path / "run").succeeded()
+    assert "The final model is in bfloat16, as its base; --dtype fp32 would write it as trained." in done.output
+    checkpoint, merge = tmp_path / "run/checkpoints/latest", ["--merge"] if lora else []
+
+    def dtypes(folder: str) -> dict[str, torch.dtype]:
+        return {key: tensor.dtype for key, tensor in load_file(tmp_path / folder / "model.safetensors").items()}
+
+    assert dtypes("run/final") == dtypes("base") and set(dtypes("base").values()) == {torch.bfloat16, torch.float32}
+    assert json.loads((tmp_path / "run/final/config.json").read_text())["dtype"] == "bfloat16"
+    assert call("export", checkpoint, tmp_path / "again", *merge)[0] == 0
+    name = "model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "run/final" / name).read_bytes()
+    assert call("export", checkpoint, tmp_path / "wide", *merge, "--dtype", "fp32")[0] == 0
+    wide, final = (load_file(tmp_path / folder / name) for folder in ("wide", "run/final"))
+    assert all(t.dtype == torch.float32 and torch.equal(t.to(final[key].dtype), final[key]) for key, t in wide.items())
+    if lora:
+        assert call("export", checkpoint, tmp_path / "adapter")[0] == 0
+        adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+        return
+    run_job(*words, "--output_dir", tmp_path / "second", "--dtype", "fp32").succeeded()
+    assert (tmp_path / "second/final" / name).read_bytes() == (tmp_path / "wide" / name).read_bytes()
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert call("export", checkpoint, tmp_path / "without")[0] == 0
+    assert set(dtypes("without").values()) == {torch.bfloat16}
+
+
 def test_memory_is_one_parameter_and_one_file(call, run_dir, tmp_path, monkeypatch):
     final = load_file(run_dir / "final" / "model.safetensors")
     reads, files, (read, write) = [], [], (CheckpointReader.read, hf_export._write_tensors)
@@ -399,12 +438,18 @@ def test_what_cannot_be_exported(call, refused, run_dir, checkpoint, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     assert "contains notes.txt" in refused("export", checkpoint, tmp_path / "mine")
+    base = tmp_path / "base"
+    assert call("export", checkpoint, base)[0] == 0
+    name = "hf_pretrained_model_name_or_dir"
+    manifests.change(checkpoint, lambda content: content["run"]["config"].__setitem__(name, str(base)))
+    for target in (base, f"file://{base}"):
+        assert f"{base} would be replaced, and the run's --{name} reads" in refused("export", checkpoint, target)
     spoil(manifests.tensor_file(checkpoint), "flip")
     assert "is damaged" in refused("export", checkpoint, out) and not out.exists()
     local = manifests.copy(run_dir / "checkpoints" / "llama_v2-2steps", tmp_path)
     manifests.change(local, lambda content: content.__setitem__("kind", "local"))
     assert "is a local checkpoint, which has the state of one rank" in refused("export", local, out)
-    assert sorted(os.listdir(tmp_path)) == ["llama_v2-2steps", "llama_v2-4steps", "mine"]
+    assert sorted(os.listdir(tmp_path)) == ["base", "llama_v2-2steps", "llama_v2-4steps", "mine"]
 
 
 def test_a_checkpoint_that_is_not_its_model_is_refused(refused, checkpoint, tmp_path):

@@ -291,6 +291,52 @@ RESUME = {
 }
 
 
+def test_an_export_copies_no_file_that_a_manifest_names(checkpoint, tmp_path, capsys):
+    """A run's chat template is in its checkpoint; a tokenizer's directory has its files, or a cache's links to them."""
+    secret, out = tmp_path / "credentials", tmp_path / "out"
+    secret.write_text('{"secret": 1}')
+    named = tmp_path / "tokenizer"
+    named.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (named / name).write_text("{}")
+
+    def export(*words: str) -> tuple[int, str]:
+        shutil.rmtree(out, ignore_errors=True)
+        status = smp.cli.main(["export", str(checkpoint), str(out), *words])
+        assert not any("secret" in file.read_text(errors="replace") for file in out.rglob("*.*"))
+        return status, "".join(capsys.readouterr())
+
+    def set_to(name: str, value: Any) -> None:
+        manifests.change(checkpoint, put("run", "config", name, value=str(value)))
+
+    set_to("chat_template", secret)
+    status, said = export()
+    assert status == 0 and "No chat template was copied: the checkpoint has no text of the run's: --chat_temp" in said
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    for words, text in (((), "{{ 'run' }}"), (("--chat_template", str(tmp_path / "t.jinja")), "{{ messages }}")):
+        manifests.change(checkpoint, put("model", "chat_template", value="{{ 'run' }}"))
+        assert export(*words)[0] == 0 and (out / "chat_template.jinja").read_text() == text
+    set_to("tokenizer_name_or_dir", named)
+    assert export()[0] == 0 and (out / "tokenizer.json").is_file()
+    repository = tmp_path / "hub" / "models--a--b"
+    snapshot = repository / "snapshots" / "c0ffee"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (repository / "blobs" / "1234").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/1234")
+    set_to("tokenizer_name_or_dir", snapshot)
+    assert export()[0] == 0 and (out / "tokenizer.json").read_text() == "{}"
+    for folder, file in ((named, "tokenizer.json"), (snapshot, "generation_config.json")):
+        (folder / file).unlink(missing_ok=True)
+        (folder / file).symlink_to(secret)
+        set_to("tokenizer_name_or_dir", folder)
+        status, said = export()
+        assert status == 2 and f"{folder / file} is a link to {secret}, outside of" in said and not out.exists(), said
+    set_to("hf_pretrained_model_name_or_dir", snapshot)
+    status, said = export("--tokenizer", str(tmp_path / "hub" / ".." / "tokenizer"))
+    assert status == 2 and "generation_config.json is a link to" in said and not out.exists(), said
+
+
 @pytest.mark.parametrize("name", RESUME)
 def test_a_run_does_not_start_from_a_manifest_that_lies(checkpoint, name, tmp_path):
     manifests.change(checkpoint, RESUME[name])

@@ -8,6 +8,7 @@ import pathlib
 import pytest
 from transformers import AutoTokenizer
 
+import smp.cli
 from examples.ask import ask
 from tests.job import losses, run_job
 
@@ -34,6 +35,10 @@ def test_the_curve_is_the_same_at_any_layout(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one" / "final")  # has the template that it was trained with
     text = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
     assert text == "User: Where?\nAssistant:" and ask(tmp_path / "one" / "final", "Where?")
+    assert smp.cli.main(["export", str(tmp_path / "one/checkpoints/latest"), str(tmp_path / "exported")]) == 0
+    for folder in ("one/final", "exported"):  # as it was read; the file may be gone
+        template = tmp_path / folder / "chat_template.jinja"
+        assert template.read_text() == (SAMPLE / "chat_template.jinja").read_text()
     stops = "token 0, and generation with the final model stops at [2]: add 0 to eos_token_id"  # llama_v2's
     assert one.output.count(f"What is trained on ends with '<|endoftext|>', {stops}") == 1
     assert one.output.count("trained on between") == 2 and "Assistant:⟦ " in one.output

@@ -68,8 +68,9 @@ def test_adapters_are_trained_resumed_and_exported(folder, capsys):
     assert smp.cli.main(["export", str(checkpoint), str(folder / "exported")]) == 0
     again = load_file(folder / "exported" / "adapter_model.safetensors")
     assert again.keys() == adapter.keys() and all(torch.equal(again[key], adapter[key]) for key in adapter)
-    for name in ("adapter_config.json", "config.json"):
-        assert (folder / "exported" / name).read_bytes() == (final / name).read_bytes()
+    assert (folder / "exported" / "adapter_config.json").read_bytes() == (final / "adapter_config.json").read_bytes()
+    assert not any((each / "config.json").exists() for each in (final, folder / "exported"))
+    assert smp.cli.main(["diff", "--values", str(checkpoint), str(final)]) == 0
     # Merged by a run whose step changes nothing: the base's weights and the adapter's product.
     start = [*flags(folder, "merged")[:-6], "--adapter_path", final, "--max_steps", 1, "--lr", 1e-30, "--min_lr", 0]
     run_job(*start, "--save_final_model", 1, "--save_merged_model", 1, world_size=2).succeeded()

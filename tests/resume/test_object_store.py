@@ -385,11 +385,18 @@ def _no_room(folder: str) -> None:
     checkpoints = of(folder)
     checkpoints.save(1)
     checkpoints.finish()
-    fetch.disk_free = lambda path: 10
     remote, cache = (
         RemoteCheckpoint(ObjectStore(f"file://{folder}/there"), "model-1steps"),
         pathlib.Path(folder, "copy"),
     )
+    # Another run's checkpoints are no cache of this one's.
+    other = of(f"{folder}/other", here="checkpoints")
+    other.save(1, extra={"other": True})
+    other.finish()
+    kept = pathlib.Path(folder, "other", "checkpoints")
+    with pytest.raises(UserError, match=r"model-1steps is another checkpoint than .*: move it away, or give another"):
+        fetch.fetch(remote, Storage(kept), content=True)
+    fetch.disk_free = lambda path: 10
     with pytest.raises(UserError, match=r"model-1steps has .* and .*/copy, where it is to be copied to, has 10 B free"):
         fetch.fetch(remote, Storage(cache), content=True)
     assert not cache.exists()

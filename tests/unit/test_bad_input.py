@@ -148,6 +148,14 @@ SETTINGS = [
     (["--checkpoint_dir", "/proc/nothing"], "--checkpoint_dir /proc/nothing cannot be written .*choose another"),
     (["--output_dir", "/tmp/" + "d" * 300], "d cannot be written .File name too long.: choose another directory"),
     (["--tensorboard_dir", "/proc/nothing"], "--tensorboard_dir /proc/nothing cannot be written .*choose another"),
+    (
+        ["--dtype", "bf16"],
+        "--dtype is of the final model's files and needs --save_final_model 1: .*--bf16 1 computes in",
+    ),
+    (
+        ["--dtype", "bfloat16", "--save_final_model", 1],
+        "--dtype bfloat16 is not available: it is the dtype of the final model's .*--bf16 1 comput",
+    ),
     (["--model_dir", "m"], "--model_dir needs --save_final_model 1: set it, or leave the directory out"),
     (["--model_dir", "/proc/a/b", "--save_final_model", 1], "--model_dir /proc/a cannot be written .*choose another"),
 ]

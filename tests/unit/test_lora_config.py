@@ -5,19 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import smp
+import smp.cli
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import UserError
+from smp.models.model_config import ModelConfig, resolve_model
 from smp.parallel.adapter_config import read_settings, target_names
 from tests.flags import parse
 from tests.reference import build_reference, global_batch, relative
+from tests.unit.test_pretrained import reference_model
 
 peft = pytest.importorskip("peft")
 OBEYED = {"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights"}
@@ -196,3 +201,35 @@ def test_targets_of_a_file_are_refused_in_its_name(tmp_path, targets):
     ) as found:
         adapted(saved(tmp_path, target_modules=targets))
     assert "--lora_target_modules" not in str(found.value)
+
+
+def test_an_adapters_folder_is_one_of_pefts(tmp_path, capsys):
+    """transformers finds the base by it, which takes a folder with config.json for a model's."""
+    reference_model("llama_gqa").save_pretrained(tmp_path / "base")
+    model = smp.lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), 2)
+    smp.load_pretrained(model, tmp_path / "base")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    folder = tmp_path / "adapter"
+    smp.export_hf(model, folder)
+    assert not (folder / "config.json").exists()
+    inputs = torch.arange(8)[None]
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder)(inputs).logits
+        assert torch.allclose(theirs, model(inputs).logits, atol=1e-5)
+    assert smp.cli.main(["inspect", str(folder)]) == 0
+    assert f"LORA of {tmp_path / 'base'}, 2,784 parameters, float32" in capsys.readouterr().out
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert smp.cli.main(["diff", str(folder), str(other), "--values"]) == 0
+    settings = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 1}))
+    capsys.readouterr()
+    assert smp.cli.main(["diff", str(folder), str(other)]) == 1
+    assert "adapter.lora_alpha  16.0  1" in capsys.readouterr().out
+    for name in ("hf_pretrained_model_name_or_dir", "model"):
+        with pytest.raises(
+            UserError, match=rf"{folder} contains an adapter .*: give its base model here, and .* by --ad"
+        ):
+            resolve_model(ModelConfig(**{name: str(folder)}))
