@@ -27,7 +27,7 @@ from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.added import leave_out_frozen
 from smp.models.registry import build_model, family_of
 from smp.parallel import context
-from smp.parallel.activation_checkpoint import checkpointed_blocks
+from smp.parallel.activation_checkpoint import checkpointed_blocks, leave_out_cache
 from smp.parallel.context.batch import shard_batch
 from smp.parallel.context.functions import CP_COMM_TYPES
 from smp.parallel.offload import apply_activation_offload, build_store
@@ -199,6 +199,7 @@ def transform(
         require_same_weights(model, "smp.transform")
     with following_optimizers(model):
         _split(model, current, from_rank0=load_state_dict_from_rank0, comm_type=cp_comm_type)
+    leave_out_cache(model)
     if is_split(model):
         refuse_changes(model, "smp.transform")
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model
