@@ -1,6 +1,7 @@
 """The command line and the YAML file, derived from the configuration sections; nothing else parses either.
 
-Precedence: the sections' defaults < ``--config FILE`` < flags. Every problem is collected and raised at once.
+Precedence: the sections' defaults < SageMaker's variables < ``--config FILE`` < flags. Every problem is collected and
+raised at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import yaml
 
 from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
-from smp.compat.command_line import drop_unapplied_defaults, read_mp_parameters
+from smp.compat.command_line import add_estimator_settings, drop_unapplied_defaults
 from smp.compat.other_trainers import advice
 from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, flag_text
 from smp.data.config import DataConfig
@@ -342,9 +343,7 @@ def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, li
             after_unknown = True
         elif not after_unknown:  # else it is a value of the unknown flag
             problems.append(f"{argument!r} belongs to no flag: flags are written --name value")
-    for name, value in read_mp_parameters(parameters or "{}", problems).items():
-        if flags.setdefault(name, [value]) != [value]:
-            problems.append(f"--mp_parameters says --{name} {value}, and that flag is given as well: leave one out")
+    add_estimator_settings(flags, given, parameters, problems)
     given.update(flags)
     for name, channel in CHANNELS.items():
         by_name = name == "training_dir" and "dataset_name" in given

@@ -355,3 +355,26 @@ def _train_save_and_resume(folder: pathlib.Path) -> None:
 
 def test_a_script_in_the_manner_of_awss_reads_its_estimator_and_resumes(tmp_path):
     run_distributed(_estimator, str(tmp_path), world_size=2)
+
+
+def _imported_before():
+    import logging
+    import sys
+    import types
+
+    script = types.ModuleType("script")
+    script.FSDP = torch.distributed.fsdp.FullyShardedDataParallel
+    sys.modules["script"] = script
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("smp").addHandler(handler)
+    importlib.import_module("smp.sagemaker")
+    import torch.sagemaker as tsm
+
+    tsm.init()
+    assert any(t.startswith("script has torch's own FullyShardedDataParallel, which it imported before") for t in said)
+
+
+def test_a_script_that_has_imported_torchs_fsdp_before_is_told():
+    run_distributed(_imported_before, world_size=1)
