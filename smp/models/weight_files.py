@@ -36,6 +36,19 @@ def _named_in(config: pathlib.Path) -> str | None:
     return pathlib.PurePath(name).name if isinstance(name, str) else None
 
 
+def refuse_adapter(path: pathlib.Path) -> None:
+    """Refuse a directory of an adapter, which ``from_pretrained`` would add to the weights.
+
+    Raises:
+        UserError: it is one.
+    """
+    if (path / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"{path} contains an adapter ({ADAPTER_CONFIG}), and not the model that it is of: give the directory of that; a "
+            f"training job adds the adapter by --adapter_path {path}"
+        )
+
+
 def find_weights(path: pathlib.Path) -> pathlib.Path:
     """Return the safetensors file or the index JSON of ``path`` (either of them, or their directory).
 
@@ -52,10 +65,7 @@ def find_weights(path: pathlib.Path) -> pathlib.Path:
         if path.suffix not in (".safetensors", ".json"):
             raise UserError(f"{path} is no weights file: give a .safetensors file, its .index.json or their directory")
         return path
-    if (path / ADAPTER_CONFIG).is_file():  # from_pretrained would add it to the weights
-        raise UserError(
-            f"{path} contains an adapter ({ADAPTER_CONFIG}): give its base model here, and {path} by --adapter_path"
-        )
+    refuse_adapter(path)
     if (path / "config.json").is_file() and (named := _named_in(path / "config.json")) is not None:
         return path / named
     for name in _NAMES:

@@ -1,7 +1,6 @@
 """The command line and the YAML file, derived from the configuration sections; nothing else parses either.
 
-Precedence: the sections' defaults < SageMaker's variables < ``--config FILE`` < flags. Every problem is collected and
-raised at once.
+Precedence: defaults < SageMaker's variables < ``--config FILE`` < flags. Every problem is collected and raised at once.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from smp.compat.command_line import add_estimator_settings, drop_unapplied_defau
 from smp.compat.other_trainers import advice
 from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, flag_text
 from smp.data.config import DataConfig
+from smp.environment import read_launch
 from smp.errors import ConfigError, UserError, a_type
 from smp.faults.config import FaultConfig
 from smp.log import redact
@@ -46,8 +46,7 @@ from smp.yaml_input import strict_yaml
 
 DEFAULT_MAX_STEPS = 5000
 
-# SageMaker's data channels stand in for these where nothing names them, as in SMP v2.
-CHANNELS = {"training_dir": "train", "test_dir": "test"}
+CHANNELS = {"training_dir": "train", "test_dir": "test"}  # SageMaker's, where nothing names these, as in SMP v2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,6 +269,10 @@ class _Formatter(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message)
+
+    def _print_message(self, message: str, file: typing.Any = None) -> None:
+        if read_launch().rank == 0:  # --help and --version, once a job
+            super()._print_message(message, file)
 
 
 def _build_parser() -> argparse.ArgumentParser:
