@@ -92,7 +92,7 @@ class Section:
         for field in fields:
             if isinstance(field.default, tuple) and isinstance(getattr(self, field.name), list):  # as JSON has it
                 object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
-        choices = _choices(type(self))
+        choices = _choices(cast(Any, type(self)))
         wrong = [_type_problem(f.name, getattr(self, f.name), f.default, choices.get(f.name, ())) for f in fields]
         if found := [text for text in wrong if text]:
             raise ConfigError(found)

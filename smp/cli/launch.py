@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         target = targets.add_parser(name, help=summary, description=summary)
         # For the targets that do not have these flags.
         target.set_defaults(venv=None, conda=None, image=None, container=None, mount=[], setup=[], job_name=None)
-        target.of_job = FLAGS
+        target.of_job = FLAGS  # type: ignore[attr-defined]
         _add_common(target)
         add(target)
         target.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of the training job")

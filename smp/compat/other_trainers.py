@@ -97,11 +97,10 @@ OTHERWISE: Mapping[str, str] = {
     "here it is --min_lr, a learning rate and no ratio": "min_lr_ratio min_lr_factor",
     "--validation_freq N validates every N steps": "eval_strategy do_eval",
     "leave it out: a job that is given --hf_pretrained_model_name_or_dir finetunes": "do_finetune",
-    "leave it out: it is the value of the model's config.json, which --model takes from a directory": "layernorm_epsilon "
-    "layer_norm_epsilon layer_norm_eps norm_epsilon norm_eps rms_norm_eps",
-    "leave it out: sequences are always packed, and --document_mask 1 keeps documents apart, as conversations always are": (
-        "packing sample_packing eval_packing pack_sequences"
-    ),
+    "leave it out: it is the value of the model's config.json, which --model takes from a directory": "norm_epsilon "
+    "layernorm_epsilon layer_norm_epsilon layer_norm_eps norm_eps rms_norm_eps",
+    "leave it out: sequences are always packed, and --document_mask 1 keeps documents apart": "packing sample_packing "
+    "eval_packing pack_sequences",
     "leave it out: the job trains unless --evaluate_only 1 is given": "do_train",
     "--checkpoint_freq N saves every N steps": "save_strategy",
     "--checkpoint_type async_sharded saves while training continues": "async_save async_mode",

@@ -44,8 +44,8 @@ def refuse_adapter(path: pathlib.Path) -> None:
     """
     if (path / ADAPTER_CONFIG).is_file():
         raise UserError(
-            f"{path} contains an adapter ({ADAPTER_CONFIG}), and not the model that it is of: give the directory of that; a "
-            f"training job adds the adapter by --adapter_path {path}"
+            f"{path} contains an adapter ({ADAPTER_CONFIG}), and not the model that it is of: give the directory of "
+            f"that; a training job adds the adapter by --adapter_path {path}"
         )
 
 

@@ -132,7 +132,7 @@ REFUSED = {
     "unknown flag": (["slurm", "--nodez", "2"], "unrecognized arguments: --nodez"),
     "training flag": (
         ["slurm", "--tensor_parallel_degree", "4"],
-        "--tensor_parallel_degree is a flag of the training job, and those come last: smp launch slurm ... -- --tensor_p",
+        "--tensor_parallel_degree is a flag of the training job, and those come last: smp launch slurm ... -- --te",
     ),
     "nodes": (["slurm", "--nodes", "0"], "--nodes must be at least 1, got 0"),
     "processes": (["slurm", "--processes_per_node", "4"], "4 processes for 8 GPU(s) of each node"),

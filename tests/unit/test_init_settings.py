@@ -50,8 +50,8 @@ def test_all_keys_of_smp_v2_may_be_texts():
         (
             ParallelConfig,
             {"sharding_strategy": "x"},
-            "--sharding_strategy takes auto, no_shard, shard_grad_op, hybrid_shard, _hybrid_shard_zero2, full_shard, got "
-            "'x'",
+            "--sharding_strategy takes auto, no_shard, shard_grad_op, hybrid_shard, _hybrid_shard_zero2, full_shard, "
+            "got 'x'",
         ),
     ],
 )
