@@ -180,13 +180,10 @@ def _note_imported(name: str, original: object) -> None:
     """Note which modules of the script have torch's object of this name already; installed packages keep it."""
     for module, each in list(sys.modules.items()):
         file = getattr(each, "__file__", None) or ""
-        if (
-            module.split(".")[0] in ("torch", "smp", "__mp_main__")
-            or "site-packages" in file
-            or "dist-packages" in file
-        ):
+        installed = "site-packages" in file or "dist-packages" in file
+        if installed or module.split(".")[0] in ("torch", "smp", "__mp_main__"):
             continue
-        if any(value is original for value in list(vars(each).values())):
+        if isinstance(each, types.ModuleType) and any(value is original for value in list(vars(each).values())):
             _imported_before.setdefault(module, []).append(name)
 
 

@@ -10,8 +10,8 @@ efficiencies beside them are the share that published measurements reach, each w
   (arXiv:2307.08691, section 4.1), H100 and later 0.35 and 0.30 (arXiv:2407.08608: 35 % of an H100).
 - of a CPU nothing but its cores is known: 30 GFLOP/s, 6 GB/s of memory and 1 GB/s to other processes each.
 - memory 0.80 and links and networks 0.75: usual of STREAM-like kernels and of NCCL's large rings.
-- cards of which nothing was measured or compared have B200's shares, NVIDIA's of PCIe A100's of attention, whose kernels
-  they run.
+- nothing was measured or compared of A10G, L4, L40S, the RTX cards and MI300X: their products are taken as B200's, and
+  attention of NVIDIA's among them as A100's, whose kernels they run.
 
 Peaks and bandwidths of these, from the vendors:
 
@@ -21,7 +21,7 @@ Peaks and bandwidths of these, from the vendors:
 - RTX A6000, RTX 6000 Ada, RTX PRO 6000 Blackwell: https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf
 - RTX 5090: https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
 - MI300X: https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/data-sheets/amd-instinct-mi300x-data-sheet.pdf
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

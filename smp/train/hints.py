@@ -56,9 +56,10 @@ def next_commands(
     python = "python" if activated else _word(Path(sys.executable))
     if checkpoint is not None and final is None:
         yield f"export:    {python} -m smp export {_word(checkpoint)} {_word(_unused(run_dir / 'final'))}"
-    if checkpoint is not None and has_adapters:
+    is_adapter = final is not None and (final / ADAPTER_CONFIG).exists()
+    if checkpoint is not None and has_adapters and (final is None or is_adapter):
         yield f"merge:     {python} -m smp export {_word(checkpoint)} {_word(_unused(run_dir / 'merged'))} --merge"
-    if final is not None and not (final / ADAPTER_CONFIG).exists():
+    if final is not None and not is_adapter:
         job = f"{python} -m smp.launch.local --nproc_per_node {launch.world_size} -m smp.train"
         if launch.local_world_size < launch.world_size:
             job = "a job like this one,"

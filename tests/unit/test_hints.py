@@ -95,6 +95,8 @@ def test_conversations_and_adapters_are_told_their_flags(monkeypatch, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     found = results(None, [], tmp_path, Path("/r/checkpoints/latest"))
     _, merge = hints(monkeypatch, found=found, has_adapters=True)
+    *_, last = hints(monkeypatch, found=results(None, [], Path("/r/final"), Path("/r/c/latest")), has_adapters=True)
+    assert last.startswith("finetune:")  # the final model is the merged one
     assert merge == "merge:     python -m smp export /r/checkpoints/latest /r/merged --merge"
 
 
