@@ -78,7 +78,7 @@ def test_the_checkpoint_that_is_exported_is_the_last(copied, tmp_path, monkeypat
     assert f"smp export {tmp_path / ('m-8steps' if copied else 'latest')} " in said[-1]
     assert "Done: step 8 of 8. What next:" in said
     report.log_next_commands(plan, SimpleNamespace(max_steps=5), 8, None)
-    assert "Nothing was trained: the checkpoint is at step 8 of 5. What next:" in said
+    assert "Nothing was trained: the checkpoint is at step 8, the end at step 5. What next:" in said
 
 
 def test_directories_that_are_proposed_are_new(monkeypatch, tmp_path):
