@@ -231,7 +231,9 @@ def log_next_commands(job: CheckedJob, start: Start, step: int, final: Path | No
     if failure:
         logger.info("No curves.png: %s", failure)
     if step > start.max_steps:
-        logger.info("Nothing was trained: the checkpoint is at step %d, the end at step %d. What next:", step, start.max_steps)
+        logger.info(
+            "Nothing was trained: the checkpoint is at step %d, the end at step %d. What next:", step, start.max_steps
+        )
     else:
         logger.info("Done: step %d of %d. What next:", step, start.max_steps)
     saved = job.checkpoint_dirs[0] / checkpoint_name(job.model.name, step)
