@@ -98,7 +98,8 @@ def flags_page() -> str:
         "prefetch flags do. *Class* says what a flag does today: **live** changes the run; **no effect** is accepted",
         "and logged, because what it asks for is true by construction; **limited** accepts only the listed value and",
         "refuses others with a sentence. `--mp_parameters a=1,b=2`, or a JSON object, gives the settings that",
-        "SageMaker's estimator hands on so, each as its flag. *Resume* says what a resume does with a setting:",
+        "SageMaker's estimator hands on so, each as its flag; without it they are read from `SM_HP_MP_PARAMETERS`,",
+        "below the `--config` file and the flags. *Resume* says what a resume does with a setting:",
         "",
     ]
     lines += _table(["resume", ""], [[f"**{kind}**", f"{text}."] for kind, text in MEANING.items()])

@@ -65,7 +65,8 @@ FLAGS: dict[str, Any] = {
 # Environment variables of SMDDP and SageMaker: their names, what of it is read here, what they do here.
 VARIABLES = (
     ("SM_HP_MP_PARAMETERS", "SM_HP_MP_PARAMETERS",
-     "the estimator's parameters: torch.sagemaker.init takes and logs them, before those that it is given"),
+     "the estimator's parameters: torch.sagemaker.init takes and logs them, before those that it is given; so does the "
+     "job, where neither a flag nor --config says otherwise"),
     ("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES",
      "staging memory of a rank in a group, 4 MiB (16 there); larger messages go in chunks, none falls back"),
     ("SMDDP_AG_SORT_BUFFER_SIZE_BYTES", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES",

@@ -22,8 +22,9 @@ def _program() -> str:
 
 __version__ = "0.1.0"
 if _program() in ("smp.train", "smp.launch.local"):
-    from smp.starting import announce
+    from smp.starting import announce, leave_on_interrupt
 
+    leave_on_interrupt()
     announce(__version__, sys.argv[1:], is_launcher=_program() == "smp.launch.local")
 
 if _program() not in ("smp", "smp.launch.local"):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp.compat.init_settings import read_config, read_settings, read_smp_keys
+from smp.compat.init_settings import in_names_of_init, read_config, read_settings, read_smp_keys
 from smp.compat.state import State
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.delayed_init import build_on_meta, first_ranks_seed
@@ -27,7 +27,7 @@ from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.added import leave_out_frozen, remember_files
 from smp.models.registry import build_model, family_of
 from smp.parallel import context
-from smp.parallel.activation_checkpoint import checkpointed_blocks
+from smp.parallel.activation_checkpoint import checkpointed_blocks, leave_out_cache
 from smp.parallel.context.batch import shard_batch
 from smp.parallel.context.functions import CP_COMM_TYPES
 from smp.parallel.offload import apply_activation_offload, build_store
@@ -107,13 +107,14 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
     global _current
     if not dist.is_initialized():
         raise UserError("smp.init needs a process group: call torch.distributed.init_process_group(...) before it")
-    values = read_settings(read_config(config), settings, state.given)
+    values = read_settings(config := read_config(config), settings, state.given)
     random_seed = values.get("random_seed")
     own, replicas = read_smp_keys(values), values.pop("dp_replicate", None)
-    parallel = ParallelConfig(**values)
-    _check_comm_type("smp.init", parallel.cp_comm_type)
     world = dist.get_world_size()
-    laid_out = resolve_mesh(parallel, world_size=world, local_world_size=local_world_size())
+    with in_names_of_init({*config, *settings}):
+        parallel = ParallelConfig(**values)
+        laid_out = resolve_mesh(parallel, world_size=world, local_world_size=local_world_size())
+    _check_comm_type("smp.init", parallel.cp_comm_type)
     if replicas not in (None, laid_out.replicas.size):
         raise UserError(
             f"smp.init: dp_replicate {replicas}, but {world} processes make {laid_out}: choose another dp_shard"
@@ -199,6 +200,7 @@ def transform(
         require_same_weights(model, "smp.transform")
     with following_optimizers(model):
         _split(model, current, from_rank0=load_state_dict_from_rank0, comm_type=cp_comm_type)
+    leave_out_cache(model)
     if is_split(model):
         refuse_changes(model, "smp.transform")
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import typing
 from typing import Any, Literal, TypeVar, cast
 
 from smp.errors import ConfigError
@@ -58,8 +59,17 @@ def _bound_problem(name: str, value: Any, metadata: Any) -> str | None:
     return None
 
 
-def _type_problem(name: str, value: Any, default: Any) -> str | None:
-    """Return what is wrong with a value where the default is a number or a switch."""
+@functools.cache
+def _choices(section: type) -> dict[str, tuple[str, ...]]:
+    """Return the values of the settings that take one of some texts."""
+    hints = typing.get_type_hints(section)
+    return {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is Literal}
+
+
+def _type_problem(name: str, value: Any, default: Any, choices: tuple[str, ...]) -> str | None:
+    """Return what is wrong with a value where the default is a number or a switch, or there are ``choices``."""
+    if choices and value not in choices:
+        return f"--{name} takes {', '.join(choices)}, got {value!r}"
     if type(default) is int and type(value) is not int:
         return f"--{name} must be an integer, got {value!r}"
     if type(default) is float and type(value) not in (int, float):
@@ -82,7 +92,8 @@ class Section:
         for field in fields:
             if isinstance(field.default, tuple) and isinstance(getattr(self, field.name), list):  # as JSON has it
                 object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
-        wrong = [_type_problem(field.name, getattr(self, field.name), field.default) for field in fields]
+        choices = _choices(cast(Any, type(self)))
+        wrong = [_type_problem(f.name, getattr(self, f.name), f.default, choices.get(f.name, ())) for f in fields]
         if found := [text for text in wrong if text]:
             raise ConfigError(found)
         alone = Section.problems(self)

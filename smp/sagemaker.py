@@ -36,6 +36,9 @@ ROOTS = ("torch.sagemaker", "smdistributed")
 
 _logger = get_logger(__name__)
 
+# Names of torch that ours replaced, by the script's modules that had imported torch's before.
+_imported_before: dict[str, list[str]] = {}
+
 
 def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     """Call :func:`smp.init` with ``config`` and the parameters of SageMaker's estimator, which go first, as in SMP v2.
@@ -69,6 +72,7 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     if "sm_activation_offloading" not in {**values, **estimator}:
         _logger.info("init: sm_activation_offloading is False unless it is given; in SMP v2 it was True")
     _logger.info("torch.distributed.fsdp.FullyShardedDataParallel is smp's, which takes post_param_init_fn")
+    _tell_imported()
     return mesh
 
 
@@ -80,7 +84,20 @@ def transform(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     if current[0].cp.size > 1:
         take_cut_batches(model, current[0])
     tell_of_fp8(model)
+    _tell_imported()
     return model
+
+
+def _tell_imported() -> None:
+    """Warn once of modules of the script that use torch's own objects in place of ours."""
+    for module, names in _imported_before.items():
+        _logger.warning(
+            "%s has torch's own %s, which it imported before smp.sagemaker, and not smp's: make `import smp.sagemaker` "
+            "the first line of the script",
+            module,
+            " and ".join(names),
+        )
+    _imported_before.clear()
 
 
 class MissingNameError(UserError, AttributeError):
@@ -154,8 +171,20 @@ def install() -> None:
             else:
                 module._missing[name] = entry
         elif entry.same:
+            _note_imported(name, getattr(importlib.import_module(owner), name))
             setattr(importlib.import_module(owner), name, _ours(entry.ours))
     sys.meta_path.append(_Finder)
+
+
+def _note_imported(name: str, original: object) -> None:
+    """Note which modules of the script have torch's object of this name already; installed packages keep it."""
+    for module, each in list(sys.modules.items()):
+        file = getattr(each, "__file__", None) or ""
+        installed = "site-packages" in file or "dist-packages" in file
+        if installed or module.split(".")[0] in ("torch", "smp", "__mp_main__"):
+            continue
+        if isinstance(each, types.ModuleType) and any(value is original for value in list(vars(each).values())):
+            _imported_before.setdefault(module, []).append(name)
 
 
 def _module(name: str) -> _Module:

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Container
 from typing import Any, NoReturn
 
 from smp import __version__
@@ -36,9 +37,11 @@ class _Parser(argparse.ArgumentParser):
 
     Attributes:
         passes_on: unknown arguments are the training job's, and kept as ``more``.
+        of_job: names of the training job's flags, which come after ``--``.
     """
 
     passes_on = False
+    of_job: Container[str] = ()
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **{"allow_abbrev": False, **options})
@@ -48,6 +51,11 @@ class _Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(*args, **options)
         if self.passes_on:
             known.more, unknown = unknown, []
+        theirs = [flag for word in unknown if (flag := word.partition("=")[0]).removeprefix("--") in self.of_job]
+        if theirs:
+            self.error(
+                f"{theirs[0]} is a flag of the training job, and those come last: {self.prog} ... -- {theirs[0]} X"
+            )
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown

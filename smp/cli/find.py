@@ -9,7 +9,7 @@ from pathlib import Path
 from smp.checkpoint.layout import TEMPORARY, step_of
 from smp.checkpoint.manifest import MANIFEST_FILE
 from smp.errors import UserError
-from smp.models.weight_files import ADAPTER_CONFIG
+from smp.models.weight_files import ADAPTER_CONFIG, refuse_adapter
 
 # Below a run directory checkpoints lie one directory deeper, those of single ranks two.
 DEPTHS = ("*", "*/*", "*/*/*")
@@ -83,6 +83,7 @@ def checkpoints_at(directory: Path) -> list[Path]:
         if _is_listed(path) and path.is_dir() and not path.is_symlink()
     ]
     if not found:
+        refuse_adapter(directory)
         raise UserError(
             f"{directory} is not a checkpoint and contains none: give a <model>-<step>steps directory, or one with some"
         )

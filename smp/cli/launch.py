@@ -31,6 +31,7 @@ from smp.launch.hostfile import hostfile_script, read_hosts
 from smp.launch.kubernetes import KubernetesOptions, pytorch_job, train_job
 from smp.launch.script import RESUME, Job, local_command, local_script
 from smp.launch.slurm import NO_TIME, SlurmOptions, slurm_script
+from smp.train.arguments import FLAGS
 
 _IMAGE_WORKDIR = "/opt/smp"  # the Dockerfile's
 _GPUS = 8
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         target = targets.add_parser(name, help=summary, description=summary)
         # For the targets that do not have these flags.
         target.set_defaults(venv=None, conda=None, image=None, container=None, mount=[], setup=[], job_name=None)
+        target.of_job = FLAGS  # type: ignore[attr-defined]
         _add_common(target)
         add(target)
         target.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of the training job")

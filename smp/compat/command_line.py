@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from smp.compat.other_trainers import OURS, nearest
 from smp.config import flag_text
+from smp.environment import sagemaker_parameters
+from smp.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+VARIABLE = "SM_HP_MP_PARAMETERS"
 
 _LLAMA = ("llama_v2", "llama_v3")
 # Settings that SMP v2's script used for some values of --model_type only: its default, and these values.
@@ -35,10 +40,41 @@ _KEYS = (
 )  # fmt: skip
 
 
-def read_mp_parameters(text: str, problems: list[str]) -> dict[str, str]:
+def add_estimator_settings(
+    flags: dict[str, Any], in_file: Mapping[str, Any], parameters: str | None, problems: list[str]
+) -> None:
+    """Add the settings of SageMaker's estimator: of ``--mp_parameters``, without it of ``SM_HP_MP_PARAMETERS``.
+
+    Args:
+        flags: arguments by setting; changed. A flag goes before the variable, and contradicts ``--mp_parameters``.
+        in_file: settings of ``--config``, which go before the variable, too.
+        parameters: what ``--mp_parameters`` was given.
+        problems: one sentence is added for each parameter that cannot be given.
+    """
+    if parameters:
+        for name, value in _read_parameters("--mp_parameters", parameters, problems).items():
+            if flags.setdefault(name, [value]) != [value]:
+                problems.append(f"--mp_parameters says --{name} {value}, and that flag is given as well: leave one out")
+        return
+    try:
+        text = json.dumps(sagemaker_parameters())
+    except UserError as error:
+        problems.append(str(error))
+        return
+    for name, value in _read_parameters(VARIABLE, text, problems).items():
+        given = flags.get(name, in_file.get(name))
+        if given is None:
+            flags[name] = [value]
+            logger.info("%s, the estimator's parameters, gives --%s %s", VARIABLE, name, value)
+        elif list(map(str, given)) != [value]:
+            logger.warning("--%s is %s, as given, and not %s's %s", name, " ".join(map(str, given)), VARIABLE, value)
+
+
+def _read_parameters(source: str, text: str, problems: list[str]) -> dict[str, str]:
     """Read the estimator's parameters: ``a=1,b=2``, as SageMaker hands them to a script, or a JSON object.
 
     Args:
+        source: where they are given, for messages.
         problems: one sentence is added for each parameter that a flag does not give.
 
     Returns:
@@ -47,20 +83,20 @@ def read_mp_parameters(text: str, problems: list[str]) -> dict[str, str]:
     try:
         pairs = json.loads(text) if text.lstrip().startswith("{") else dict(p.split("=", 1) for p in text.split(","))
     except (ValueError, RecursionError):
-        problems.append(f"--mp_parameters takes key=value,key=value or a JSON object, got {text[:80]!r}")
+        problems.append(f"{source} takes key=value,key=value or a JSON object, got {text[:80]!r}")
         return {}
     found = {}
     for key, value in ((str(key).strip(), str(value).strip()) for key, value in pairs.items()):
         if key not in _KEYS:
             near = nearest(key, _KEYS)
             hint = f"did you mean {near}?" if near else f"give {', '.join(_KEYS)}, and anything else as a flag"
-            problems.append(f"--mp_parameters: unknown key {key}: {hint}")
+            problems.append(f"{source}: unknown key {key}: {hint}")
         elif key == "allow_empty_shards":
-            logger.info("--mp_parameters: %s has no effect: empty shards are always allowed", key)
+            logger.info("%s: %s has no effect: empty shards are always allowed", source, key)
         elif key != "random_seed":
             found[OURS.get(key, key)] = value
         elif value != "0":
-            problems.append(f"--mp_parameters: random_seed {value} is not available: --seed is the job's one seed")
+            problems.append(f"{source}: random_seed {value} is not available: --seed is the job's one seed")
     return found
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import re
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 from smp.axes import AXES
 from smp.config import ParallelConfig
-from smp.errors import UserError, a_type
+from smp.errors import ConfigError, UserError, a_type
 from smp.json_input import from_text, read_json
 
 # SMP v2's keys that are no settings of ParallelConfig: the values that are accepted, and what to do about others.
@@ -21,6 +24,25 @@ _SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Whole numbers among them: (default, least, greatest).
 _SMP_NUMBERS = {"random_seed": (0, 0, 2**31 - 1), "activation_loading_horizon": (2, 1, 10_000)}
+
+
+_OF_MESH = {axis.flag: axis.name for axis in AXES} | {"hybrid_shard_degree": "dp_shard"}
+
+
+@contextlib.contextmanager
+def in_names_of_init(given: Container[str]) -> Iterator[None]:
+    """Let refusals of settings name them as ``init`` was given them, and not as the job's flags."""
+
+    def name(flag: re.Match[str]) -> str:
+        short = _OF_MESH.get(flag[1], flag[1])
+        return short if short in given else flag[1]
+
+    try:
+        yield
+    except UserError as error:
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        text = "; ".join(re.sub(r"--(\w+)", name, problem) for problem in problems)
+        raise UserError(text if text.startswith("smp.init: ") else f"smp.init: {text}") from None
 
 
 def read_smp_keys(values: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +90,7 @@ def read_settings(values: dict[str, Any], keywords: dict[str, Any], preset: dict
         UserError: a key is not known, or there are two values for one setting.
     """
     known = {key: key for key in (*_SMP_KEYS, *_SMP_NUMBERS, "dp_replicate")}
-    known |= {"dp_shard": "hybrid_shard_degree"} | {axis.name: axis.flag for axis in AXES}  # the mesh's own names
+    known |= {name: field for field, name in _OF_MESH.items()}
     for field in dataclasses.fields(ParallelConfig):
         known |= dict.fromkeys((field.name, *field.metadata["aliases"]), field.name)
     given: dict[str, str] = {}  # as it is called there, by the field's name

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 SAME: Mapping[str, str] = {
     "model": "model_preset",
     "max_context_width": "seq_len seq_length sequence_len sequence_length max_seq_len max_seq_length max_length "
-    "max_sequence_length block_size context_length cutoff_len",
+    "max_sequence_length block_size context_length cutoff_len max_position_embeddings",
     "hidden_width": "hidden_size hidden_dim n_embd d_model dim",
     "num_layers": "num_hidden_layers n_layers n_layer",
     "num_heads": "num_attention_heads n_heads n_head",
@@ -39,8 +39,8 @@ SAME: Mapping[str, str] = {
     "output_dir": "out_dir output_path dump_folder",
     "max_steps": "steps num_steps train_steps total_steps num_train_steps train_iters max_iters",
     "epochs": "num_train_epochs num_epochs n_epochs",
-    "train_batch_size": "per_device_train_batch_size per_gpu_train_batch_size device_batch_size micro_batch_size "
-    "train_micro_batch_size_per_gpu local_batch_size",
+    "train_batch_size": "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size device_batch_size "
+    "micro_batch_size train_micro_batch_size_per_gpu local_batch_size",
     "global_batch_size": "total_batch_size effective_batch_size",
     "gradient_accumulation_steps": "grad_accum grad_accum_steps gradient_accumulation accumulate_grad_batches",
     "seed": "random_seed manual_seed",
@@ -66,7 +66,7 @@ SAME: Mapping[str, str] = {
     "sharding_strategy": "fsdp fsdp_strategy fsdp_sharding_strategy",
     "hybrid_shard_degree": "dp_shard dp_shard_size data_parallel_shard_degree",
     "tensor_parallel_degree": "tp tp_size tp_degree tensor_parallel tensor_parallel_size tensor_model_parallel_size "
-    "autotp_size model_parallel_size",
+    "tensor_model_parallel_degree autotp_size model_parallel_size",
     "sequence_parallel": "sp enable_sequence_parallel",
     "context_parallel_degree": "cp cp_size cp_degree context_parallel context_parallel_size",
     "cp_load_balance": "context_parallel_load_balancer",
@@ -96,6 +96,11 @@ OTHERWISE: Mapping[str, str] = {
     "lr_warmup_iters",
     "here it is --min_lr, a learning rate and no ratio": "min_lr_ratio min_lr_factor",
     "--validation_freq N validates every N steps": "eval_strategy do_eval",
+    "leave it out: a job that is given --hf_pretrained_model_name_or_dir finetunes": "do_finetune",
+    "leave it out: it is the value of the model's config.json, which --model takes from a directory": "norm_epsilon "
+    "layernorm_epsilon layer_norm_epsilon layer_norm_eps norm_eps rms_norm_eps",
+    "leave it out: sequences are always packed, and --document_mask 1 keeps documents apart": "packing sample_packing "
+    "eval_packing pack_sequences",
     "leave it out: the job trains unless --evaluate_only 1 is given": "do_train",
     "--checkpoint_freq N saves every N steps": "save_strategy",
     "--checkpoint_type async_sharded saves while training continues": "async_save async_mode",

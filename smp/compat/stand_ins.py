@@ -77,12 +77,20 @@ def limit_num_subdirs(
         raise UserError(f"limit_num_subdirs: {max_num} would delete what was just saved: give at least 1")
     if not log or not os.path.isdir(directory):
         return
-    if re.match(regex, os.path.basename(directory)) and regex != ".*":
-        _logger.warning(
-            "%s is itself one of the folders to limit, so none is deleted: give the one around it", directory
-        )
     with os.scandir(directory) as entries:
         names = [e.name for e in entries if e.is_dir(follow_symlinks=False) and re.match(regex, e.name)]
+    path = os.path.abspath(directory)
+    if not names and regex != ".*":
+        # The path of a checkpoint, or of a tensor-parallel rank's folder in it.
+        for inner in (path, os.path.dirname(path)):
+            if re.match(regex, os.path.basename(inner)):
+                _logger.warning(
+                    "limit_num_subdirs: %s is in one of the folders to limit, and has none in it, so none is deleted: "
+                    "give %s, the folder around them",
+                    directory,
+                    os.path.dirname(inner),
+                )
+                break
     for name in sorted(names, key=sort_fn)[:-max_num]:
         try:
             shutil.rmtree(os.path.join(directory, name))

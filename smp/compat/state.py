@@ -70,6 +70,10 @@ def _of_mesh(read: Callable[[Mesh], Any], doc: str, before: Any = None) -> prope
     return property(value, doc=doc)
 
 
+class NoMeshError(UserError, AttributeError):
+    """A field of the mesh before ``init``: to ``hasattr`` there is none."""
+
+
 class State:
     """The public fields of SMP v2's ``torch.sagemaker.state``; before :func:`smp.init` degrees are 1 or what was set.
 
@@ -108,8 +112,15 @@ class State:
         self._forget()
 
     @property
+    def _now(self) -> tuple[Mesh, TPGroup | None, bool]:
+        try:
+            return self._current()
+        except UserError as error:
+            raise NoMeshError(str(error)) from None
+
+    @property
     def _mesh(self) -> Mesh:
-        return self._current()[0]
+        return self._now[0]
 
     rank = _of_mesh(lambda mesh: dist.get_rank(), "This process's global rank.")
     world_size = _of_mesh(lambda mesh: dist.get_world_size(), "Number of processes.")
@@ -140,7 +151,7 @@ class State:
     @property
     def sm_activation_offloading(self) -> bool:
         """The value that ``init`` was given; :func:`smp.offload_wrapper` offloads."""
-        return self._current()[2]
+        return self._now[2]
 
     def get_rng_state_tracker(self) -> RandomTracker:
         """Return random numbers in regions where tensor-parallel ranks have different data."""

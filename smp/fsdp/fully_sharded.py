@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard as _fully_shard
 
 from smp.fsdp.meshes import default_mesh, shared_buffers
 from smp.fsdp.units import use_collectives
+from smp.parallel.activation_checkpoint import leave_out_cache
 from smp.parallel.optimizers import following_optimizers
 from smp.parallel.refusals import refuse_ddp
 from smp.parallel.script_hooks import reshard_after_evaluation
@@ -36,6 +37,8 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **arguments: Any
     assert isinstance(first, FSDPModule)
     reshard_after_evaluation(modules[0])
     refuse_ddp(modules[0], "smp.fully_shard")
+    for each in modules:
+        leave_out_cache(each)
     group = first._get_fsdp_state()._fsdp_param_group
     if group is not None and arguments.get("dp_mesh_dims") is None:
         use_collectives(first, group.mesh_info.mesh, shared_buffers=shared_buffers())

@@ -29,6 +29,7 @@ from smp.environment import environment_with, malloc
 from smp.environment.threads import default_threads
 from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
 from smp.log import prepare_streams, say
+from smp.starting import raise_on_interrupt
 
 FINAL = (0, 2, 75, 130)
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -205,6 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         command, options.nproc_per_node, options.max_restarts, host,
         controlled=options.controlled, no_gpus=options.no_gpus,
     )  # fmt: skip
+    raise_on_interrupt()
     return job.run()
 
 

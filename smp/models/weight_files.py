@@ -36,12 +36,16 @@ def _named_in(config: pathlib.Path) -> str | None:
     return pathlib.PurePath(name).name if isinstance(name, str) else None
 
 
-def refuse_adapter(directory: pathlib.Path) -> None:
-    """Raise a UserError for the directory of an adapter, where a model's is expected."""
-    if (directory / ADAPTER_CONFIG).is_file():
+def refuse_adapter(path: pathlib.Path) -> None:
+    """Refuse a directory of an adapter, which ``from_pretrained`` would add to the weights.
+
+    Raises:
+        UserError: it is one.
+    """
+    if (path / ADAPTER_CONFIG).is_file():
         raise UserError(
-            f"{directory} contains an adapter ({ADAPTER_CONFIG}): give its base model here, and {directory} by "
-            f"--adapter_path"
+            f"{path} contains an adapter ({ADAPTER_CONFIG}), and not the model that it is of: give the directory of "
+            f"that; a training job adds the adapter by --adapter_path {path}"
         )
 
 

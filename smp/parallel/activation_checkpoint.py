@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from smp.config import ActivationConfig
 from smp.errors import UserError
+from smp.log import get_logger
 from smp.memory.shape import ModelShape, Moment, Workload, block_bytes, splits_tokens
 from smp.mesh import Mesh
 from smp.parallel.choices import Choice, Situation
@@ -20,9 +26,10 @@ from smp.parallel.linear import is_main_product, product_of
 from smp.parallel.technique import Setup, draws, model_blocks
 
 Config = ActivationConfig
+logger = get_logger(__name__)
 
 Mode = Literal["full", "selective"]
-_MARK = "_smp_block"
+_MARK, _NO_CACHE = "_smp_block", "_smp_no_cache"
 
 # Operators by name: those of packages are registered when the package is imported.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
@@ -101,6 +108,61 @@ def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, _MARK)]
 
 
+def leave_out_cache(model: nn.Module) -> None:
+    """Let transformers' models below ``model`` compute without a cache of keys and values wherever gradients are.
+
+    Recomputation calls a block twice, and the second call would add its keys to those of the first: with torch's
+    reentrant checkpointing gradients are then wrong without an error. Under ``torch.no_grad()``, as in ``generate``,
+    a cache is used as before.
+    """
+    caching = []
+    for module in model.modules():
+        names = list(inspect.signature(module.forward).parameters) if hasattr(module, "config") else []
+        if "use_cache" in names and not hasattr(module, _NO_CACHE):
+            setattr(module, _NO_CACHE, True)
+            hook = functools.partial(_without_cache, names.index("use_cache"))
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+            caching.append(module)
+    if not any(getattr(module.config, "use_cache", False) for module in caching):
+        return
+
+    def tell(*_: object) -> None:
+        handle.remove()
+        if dist.is_initialized() and dist.get_rank():
+            return
+        recomputes = any(isinstance(module, CheckpointWrapper) or hasattr(module, _MARK) for module in model.modules())
+        logger.log(
+            logging.WARNING if recomputes else logging.INFO,
+            "use_cache is off in forwards with gradients: recomputing a block would fill its cache of keys and values "
+            "twice, and gradients would be wrong. generate() and torch.no_grad() have it as before; "
+            "model.config.use_cache = False before training does the same without this message",
+        )
+
+    handle = caching[0].register_forward_pre_hook(torch.compiler.disable(tell))
+
+
+def _without_cache(
+    index: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of a forward with ``use_cache=False``, its ``index``-th, unless they have a cache.
+
+    Raises:
+        UserError: they have one that torch's reentrant checkpointing would fill twice.
+    """
+    if not torch.is_grad_enabled() or len(args) > index:
+        return None
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        for module in model.modules():
+            if isinstance(module, CheckpointWrapper) and module.checkpoint_impl is CheckpointImpl.REENTRANT:
+                raise UserError(
+                    "use_cache=True or past_key_values with reentrant checkpointing: recomputation would fill the "
+                    "cache twice, and gradients would be wrong. Leave both out, or call the model under "
+                    "torch.no_grad()"
+                )
+        return None
+    return args, {**kwargs, "use_cache": False}
+
+
 def apply_activation_checkpointing(
     model: nn.Module | Iterable[nn.Module],
     *,
@@ -115,8 +177,8 @@ def apply_activation_checkpointing(
     inside the hooks of ``fully_shard``, without another gather of the parameters.
 
     Args:
-        model: the blocks in the order of the forward, or a model and ``check_fn``. Blocks must not fill a cache of keys
-            and values.
+        model: the blocks in the order of the forward, or a model and ``check_fn``. Blocks alone must not fill a cache
+            of keys and values, which a model's forward then does without.
         check_fn: tells the model's blocks, as for torch's function of this name:
             ``lambda module: isinstance(module, LlamaDecoderLayer)``.
         mode: ``full`` saves a block's input alone; ``selective`` also the outputs of attention, of reductions over
@@ -135,6 +197,8 @@ def apply_activation_checkpointing(
         raise UserError(f"activation checkpointing takes mode full or selective and every >= 1, got {mode} and {every}")
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     blocks = _blocks(model, check_fn)
+    if isinstance(model, nn.Module):
+        leave_out_cache(model)
     if mode == "selective":
         options["context_fn"] = functools.partial(_selective_contexts, not any(map(splits_sequences, blocks)))
     for index, block in enumerate(blocks):

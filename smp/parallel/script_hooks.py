@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.mesh import Mesh
+from smp.parallel.activation_checkpoint import leave_out_cache
 from smp.parallel.optimizers import part_to_load
 from smp.parallel.refusals import refuse_changes, require_same_batch
 from smp.parallel.sharding import reshard
@@ -31,6 +32,7 @@ def follow_script(model: nn.Module, call: str) -> None:
     take_full_tensors(model)
     reshard_after_evaluation(model)
     let_backbone_be_called(model, call)
+    leave_out_cache(model)
 
 
 def refuse_added(model: nn.Module, call: str) -> None:

@@ -10,6 +10,17 @@ efficiencies beside them are the share that published measurements reach, each w
   (arXiv:2307.08691, section 4.1), H100 and later 0.35 and 0.30 (arXiv:2407.08608: 35 % of an H100).
 - of a CPU nothing but its cores is known: 30 GFLOP/s, 6 GB/s of memory and 1 GB/s to other processes each.
 - memory 0.80 and links and networks 0.75: usual of STREAM-like kernels and of NCCL's large rings.
+- nothing was measured or compared of A10G, L4, L40S, the RTX cards and MI300X: their products are taken as B200's, and
+  attention of NVIDIA's among them as A100's, whose kernels they run.
+
+Peaks and bandwidths of these, from the vendors:
+
+- L4, L40S, RTX 4090: https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf,
+  https://www.nvidia.com/en-us/data-center/l40s
+- A10G: https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
+- RTX A6000, RTX 6000 Ada, RTX PRO 6000 Blackwell: https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf
+- RTX 5090: https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
+- MI300X: https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/data-sheets/amd-instinct-mi300x-data-sheet.pdf
 """
 
 from __future__ import annotations
@@ -70,6 +81,7 @@ class DeviceRow:
             percentile of measured over predicted seconds, from 4 runs on.
         source: ``data sheet`` or ``measured``.
         date, on: of the row: the day, and the machine with its versions.
+        is_compared: whether runs on such a device were compared with the row.
     """
 
     name: str
@@ -90,6 +102,7 @@ class DeviceRow:
     source: str = DATA_SHEET
     date: str = "2026-11-22"
     on: str = ""
+    is_compared: bool = True
 
     @property
     def is_gpu(self) -> bool:
@@ -102,7 +115,7 @@ class DeviceRow:
         if self.low is not None and self.high is not None:
             return self.low, self.high
         if self.is_gpu:
-            return 0.75, 1.25
+            return (0.75, 1.25) if self.is_compared or self.source == MEASURED else (0.5, 2.0)
         return _MEASURED_CPU if self.source == MEASURED else _ANY_CPU
 
     @property
@@ -115,6 +128,8 @@ class DeviceRow:
             return f"measured {self.date} on {self.on}{fitted}"
         if not self.is_gpu:
             return f"assumed constants of a core, not measured here{fitted}: `smp plan --calibrate` does"
+        if not self.is_compared:
+            return f"data-sheet constants of {self.name}, not measured, here or on any such device{fitted}: rough"
         return f"data-sheet constants of {self.name}, not measured here{fitted}: within 25 %"
 
     def flops(self, value_bytes: int) -> float:
@@ -147,7 +162,7 @@ class DeviceRow:
 
 @dataclasses.dataclass(frozen=True)
 class _Peak:
-    """Dense TFLOP/s (no sparsity) of one device's NVIDIA data sheet; None: it has none, or none is published."""
+    """Dense TFLOP/s (no sparsity, sums in fp32) of one device's data sheet; None: it has none, or none is published."""
 
     bf16: float | None
     fp16: float | None
@@ -169,6 +184,12 @@ _PEAKS = {
     r"V100-SXM2-(16|32)GB": _Peak(None, 125, None, 15.7),
     r"V100-PCIE-(16|32)GB": _Peak(None, 112, None, 14),
     r"T4": _Peak(None, 65, None, 8.1),
+    r"GeForce RTX 4090": _Peak(165.2, 165.2, 82.6, 82.6),
+    r"GeForce RTX 5090": _Peak(209.5, 209.5, 104.8, 104.8),
+    r"RTX A6000": _Peak(154.8, 154.8, 77.4, 38.7),
+    r"RTX 6000 Ada Generation": _Peak(364.2, 364.2, 182.1, 91.1),
+    r"RTX PRO 6000 Blackwell Workstation Edition": _Peak(503.8, 503.8, 251.9, 126),
+    r"AMD Instinct MI300X( OAM)?": _Peak(1307.4, 1307.4, 653.7, 163.4),
 }
 
 
@@ -195,13 +216,16 @@ def _gpu(
     peak = _tera(sheet, "bf16")
     assert peak is not None, sheet
     host_link = 32 if rest["capability"] < (9, 0) else 64  # PCIe 4 and 5
+    fp32 = 0.0 if rest.get("is_compared", True) else _tera(sheet, "fp32") or 0.0
     return DeviceRow(
-        name, peak, 0.0, bandwidth, memory, links, network, host_link, on="NVIDIA's data sheet", **rest
+        name, peak, fp32, bandwidth, memory, links, network, host_link, on="the vendor's data sheet", **rest
     )  # fmt: skip
 
 
 _AMPERE = {"capability": (8, 0), "efficiency": Efficiency(0.78, 0.50, 0.42)}
 _HOPPER = {"capability": (9, 0), "efficiency": Efficiency(0.72)}
+# Without NVLink: other devices of a host are reached over PCIe, which GeForce cards share with the host's memory.
+_PCIE = {"efficiency": Efficiency(0.70, 0.50, 0.42), "is_compared": False}
 # The factors are those of published runs (benchmarks/plan.py published): other code, so the range stays a data sheet's.
 _ROWS = (
     _gpu("a100_40gb", "A100-SXM4-40GB", 1.555, 39.4, 300, 25, **_AMPERE, factor=0.96, runs=78),
@@ -209,6 +233,26 @@ _ROWS = (
     _gpu("h100", "H100 80GB HBM3", 3.35, 79.1, 450, 50, **_HOPPER, factor=0.94, runs=70),
     _gpu("h200", "H200", 4.8, 139.8, 450, 50, **_HOPPER),
     _gpu("b200", "B200", 8.0, 178.4, 900, 50, capability=(10, 0)),
+    # Networks as of AWS's hosts of eight (g5, g6: 100 Gb/s, g6e: 400); of workstations 10 Gb/s.
+    _gpu("a10g", "A10G", 0.6, 22.0, 32, 1.56, capability=(8, 6), **_PCIE),
+    _gpu("l4", "L4", 0.3, 22.0, 32, 1.56, capability=(8, 9), **_PCIE),
+    _gpu("l40s", "L40S", 0.864, 44.3, 32, 6.25, capability=(8, 9), **_PCIE),
+    _gpu("rtx_4090", "GeForce RTX 4090", 1.008, 23.5, 32, 1.25, capability=(8, 9), **_PCIE),
+    _gpu("rtx_5090", "GeForce RTX 5090", 1.792, 31.3, 64, 1.25, capability=(12, 0), **_PCIE),
+    _gpu("rtx_a6000", "RTX A6000", 0.768, 47.4, 32, 1.25, capability=(8, 6), **_PCIE),
+    _gpu("rtx_6000_ada", "RTX 6000 Ada Generation", 0.96, 47.4, 32, 1.25, capability=(8, 9), **_PCIE),
+    _gpu(
+        "rtx_pro_6000",
+        "RTX PRO 6000 Blackwell Workstation Edition",
+        1.792,
+        94.9,
+        64,
+        1.25,
+        capability=(12, 0),
+        **_PCIE,
+    ),
+    # ROCm's torch calls its capability so; seven links of 64 GB/s each way.
+    _gpu("mi300x", "AMD Instinct MI300X", 5.3, 191.5, 448, 50, capability=(9, 4), is_compared=False),
 )
 _CORES = available_cores()
 # Without instructions for bf16 its products are slower than those of fp32.
@@ -217,6 +261,11 @@ _CPU = DeviceRow(
     efficiency=Efficiency(1, 0.5, 0.4, 1, 1, 1),
 )  # fmt: skip
 DEVICES: Mapping[str, DeviceRow] = {row.name: row for row in (*_ROWS, _CPU)}
+# As people write them, without what is between words.
+_SPELT = {name.replace("_", ""): name for name in DEVICES} | {
+    "4090": "rtx_4090", "5090": "rtx_5090", "a6000": "rtx_a6000", "6000ada": "rtx_6000_ada",
+    "rtx6000blackwell": "rtx_pro_6000", "rtxpro6000blackwell": "rtx_pro_6000",
+}  # fmt: skip
 
 
 def plain_name(driver: str) -> str:
@@ -247,7 +296,7 @@ def device_row(name: str) -> DeviceRow:
     """
     if name.endswith(".json"):
         return read_row(Path(name))
-    sheet = DEVICES.get(name) or sheet_row(name)
+    sheet = sheet_row(name) or DEVICES.get(_SPELT.get(plain_name(name).replace("_", ""), ""))
     for alias in (name, plain_name(name), *([sheet.name] if sheet else [])):
         if (path := devices_folder() / f"{alias}.json").exists():
             return read_row(path)

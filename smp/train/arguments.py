@@ -1,6 +1,6 @@
 """The command line and the YAML file, derived from the configuration sections; nothing else parses either.
 
-Precedence: the sections' defaults < ``--config FILE`` < flags. Every problem is collected and raised at once.
+Precedence: defaults < SageMaker's variables < ``--config FILE`` < flags. Every problem is collected and raised at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import yaml
 
 from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
-from smp.compat.command_line import drop_unapplied_defaults, read_mp_parameters
+from smp.compat.command_line import add_estimator_settings, drop_unapplied_defaults
 from smp.compat.other_trainers import advice
 from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, flag_text
 from smp.data.config import DataConfig
+from smp.environment import read_launch
 from smp.errors import ConfigError, UserError, a_type
 from smp.faults.config import FaultConfig
 from smp.log import redact
@@ -45,8 +46,7 @@ from smp.yaml_input import strict_yaml
 
 DEFAULT_MAX_STEPS = 5000
 
-# SageMaker's data channels stand in for these where nothing names them, as in SMP v2.
-CHANNELS = {"training_dir": "train", "test_dir": "test"}
+CHANNELS = {"training_dir": "train", "test_dir": "test"}  # SageMaker's, where nothing names these, as in SMP v2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,6 +270,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message)
 
+    def _print_message(self, message: str, file: typing.Any = None) -> None:
+        if read_launch().rank == 0:  # --help and --version, once a job
+            super()._print_message(message, file)
+
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
@@ -342,9 +346,7 @@ def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, li
             after_unknown = True
         elif not after_unknown:  # else it is a value of the unknown flag
             problems.append(f"{argument!r} belongs to no flag: flags are written --name value")
-    for name, value in read_mp_parameters(parameters or "{}", problems).items():
-        if flags.setdefault(name, [value]) != [value]:
-            problems.append(f"--mp_parameters says --{name} {value}, and that flag is given as well: leave one out")
+    add_estimator_settings(flags, given, parameters, problems)
     given.update(flags)
     for name, channel in CHANNELS.items():
         by_name = name == "training_dir" and "dataset_name" in given

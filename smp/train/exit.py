@@ -14,6 +14,7 @@ from smp.faults.guard import Guard
 from smp.faults.stop import INTERRUPTED
 from smp.log import begin_line, redact
 from smp.memory.profile import is_out_of_memory
+from smp.starting import raise_on_interrupt, say_interrupted
 from smp.train.checked_job import CheckedJob
 from smp.train.report import print_out_of_memory
 
@@ -22,10 +23,11 @@ def exit_status(main: Callable[[], int]) -> int:
     """Call a program's ``main``; write unhandled exceptions to the launcher's error file, too."""
     handler = get_error_handler()
     handler.initialize()
+    raise_on_interrupt()
     try:
         return main()
     except KeyboardInterrupt:  # before the first step
-        print("Interrupted before the first step: nothing was saved.", file=sys.stderr)
+        say_interrupted()
         return INTERRUPTED
     except Exception as error:
         handler.record_exception(error)

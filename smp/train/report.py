@@ -205,18 +205,26 @@ def log_next_commands(job: CheckedJob, start: Start, step: int, final: Path | No
     failure = write_curves(job.run_dir)
     if failure:
         logger.info("No curves.png: %s", failure)
-    logger.info("Done: step %d of %d. What next:", step, start.max_steps)
+    if step > start.max_steps:
+        logger.info(
+            "Nothing was trained: the checkpoint is at step %d, the end at step %d. What next:", step, start.max_steps
+        )
+    else:
+        logger.info("Done: step %d of %d. What next:", step, start.max_steps)
     saved = job.checkpoint_dirs[0] / checkpoint_name(job.model.name, step)
     latest = saved.with_name(LATEST)  # which may be a copy of an earlier one
     checkpoint = latest if latest.resolve() == saved.resolve() else saved
     lines = next_commands(
         job.launch,
+        run_dir=job.run_dir,
         curves=None if failure else job.run_dir / "curves.png",
         tensorboard=job.config.logging.tensorboard_folders(job.run_dir),
         final=final,
         checkpoint=checkpoint if saved.exists() and not job.config.checkpoint.is_local else None,
         max_steps=2 * step,
         resumes=job.config.checkpoint.resume_from_checkpoint == LATEST,
+        is_chat=job.config.data.is_chat,
+        has_adapters=bool(job.config.lora.lora_rank or job.config.lora.adapter_path),
     )
     for line in lines:
         logger.info("  %s", line)

@@ -130,6 +130,10 @@ FINAL = ["--save_final_model", "1", "--model_dir"]
 REFUSED = {
     "no separator": (["slurm", "--model", "llama7b", "x"], "'x' is no flag of `smp launch slurm`"),
     "unknown flag": (["slurm", "--nodez", "2"], "unrecognized arguments: --nodez"),
+    "training flag": (
+        ["slurm", "--tensor_parallel_degree", "4"],
+        "--tensor_parallel_degree is a flag of the training job, and those come last: smp launch slurm ... -- --te",
+    ),
     "nodes": (["slurm", "--nodes", "0"], "--nodes must be at least 1, got 0"),
     "processes": (["slurm", "--processes_per_node", "4"], "4 processes for 8 GPU(s) of each node"),
     "no processes": (["slurm", "--gpus_per_node", "0"], "say with --processes_per_node"),

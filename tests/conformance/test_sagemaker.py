@@ -219,6 +219,7 @@ def _estimator(folder: str) -> None:
     assert (state.tp_rank, state.cp_rank, state.ep_rank) == (0, 0, 0)
     with pytest.raises(UserError, match=r"smp\.state needs a mesh"):
         _ = state.hybrid_shard_degree
+    assert not hasattr(state, "rank") and not hasattr(state, "sm_activation_offloading")
     os.environ["SM_HP_MP_PARAMETERS"] = json.dumps({"tensor_parallel_degree": "2", "hybrid_shard_degree": 1})
     tsm.init()
     assert (state.tensor_parallel_degree, state.hybrid_shard_degree) == (2, 1)
@@ -244,8 +245,11 @@ def _estimator(folder: str) -> None:
         ("[1]", "is no JSON object such as"),
         ("{", "is no JSON object such as"),
         ('{"partitions": 2}', r"unknown key partitions: .*SM_HP_MP_PARAMETERS"),
-        ('{"tensor_parallel_degree": "x"}', r"--tensor_parallel_degree must be an integer, got 'x' \(SM_HP_MP"),
-        ('{"expert_parallel_degree": 2}', r"--expert_parallel_degree 2 is not available"),
+        (
+            '{"tensor_parallel_degree": "x"}',
+            r"smp\.init: tensor_parallel_degree must be an integer, got 'x' \(SM_HP_MP",
+        ),
+        ('{"expert_parallel_degree": 2}', r"smp\.init: expert_parallel_degree 2 is not available"),
     ):
         os.environ["SM_HP_MP_PARAMETERS"] = parameters
         with pytest.raises(UserError, match=sentence):
@@ -355,3 +359,26 @@ def _train_save_and_resume(folder: pathlib.Path) -> None:
 
 def test_a_script_in_the_manner_of_awss_reads_its_estimator_and_resumes(tmp_path):
     run_distributed(_estimator, str(tmp_path), world_size=2)
+
+
+def _imported_before():
+    import logging
+    import sys
+    import types
+
+    script = types.ModuleType("script")
+    script.FSDP = torch.distributed.fsdp.FullyShardedDataParallel
+    sys.modules["script"] = script
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("smp").addHandler(handler)
+    importlib.import_module("smp.sagemaker")
+    import torch.sagemaker as tsm
+
+    tsm.init()
+    assert any(t.startswith("script has torch's own FullyShardedDataParallel, which it imported before") for t in said)
+
+
+def test_a_script_that_has_imported_torchs_fsdp_before_is_told():
+    run_distributed(_imported_before, world_size=1)

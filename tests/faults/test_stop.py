@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -183,6 +185,15 @@ def test_threads_that_end_the_process_do_so_though_nobody_hears_them(monkeypatch
             time.sleep(HANG_SECONDS)
 
     assert deaf(asked_twice) == 143
+
+
+@pytest.mark.parametrize("program", [["smp.train"], ["smp.launch.local", "-m", "smp.train"]], ids=["job", "launcher"])
+def test_ctrl_c_before_torch_is_there_is_one_sentence(program):
+    job = subprocess.Popen([sys.executable, "-m", *program, "--model", "llama_tiny"], stderr=subprocess.PIPE, text=True)
+    assert job.stderr.readline().endswith(": loading torch\n")
+    job.send_signal(signal.SIGINT)
+    assert job.stderr.read() == "Interrupted before the first step: nothing was saved.\n"
+    assert job.wait() == 130
 
 
 def test_handlers_are_given_back(monkeypatch):

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import logging
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
 
 import smp
+from smp.errors import UserError
 from tests import fsdp1
 from tests.distributed import run_distributed
+from tests.reference import build_reference, global_batch
 
 STEPS, MICRO = 10, 2
 CLIP = {1.0: 5.0, 2.0: 0.5, float("inf"): 0.02}  # by the kind of norm: what clips most steps
@@ -226,3 +236,46 @@ def _counts():
 
 def test_exchanges_as_often_as_fully_shard_alone():
     run_distributed(_counts, world_size=2, backend="smddp")
+
+
+def _is_block(module) -> bool:
+    return type(module).__name__.endswith("LlamaDecoderLayer")
+
+
+def _caches():
+    """Gradients of a model whose config has transformers' default, ``use_cache=True``, by its own forward."""
+    smp.init()
+    plain = build_reference("llama_gqa", torch.float64)
+    plain.config.use_cache = True
+    ids = global_batch(0)[0]
+
+    def gradients(model):
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in (p.grad for p in model.parameters())]
+
+    wanted = gradients(copy.deepcopy(plain))
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("smp").addHandler(handler)
+    reentrant = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+    parallelize = functools.partial(smp.parallelize, gradient_reduction="mean")
+    for shard in (smp.FSDP, smp.fully_shard, smp.transform, parallelize):
+        model = shard(copy.deepcopy(plain))
+        apply_activation_checkpointing(model, checkpoint_wrapper_fn=reentrant, check_fn=_is_block)
+        assert fsdp1.worst(dict(enumerate(gradients(model))), dict(enumerate(wanted))) < 1e-12, shard
+        told = shard is not parallelize and dist.get_rank() == 0  # parallelize sets it in the config
+        assert [line.split(" in ")[0] for line in lines] == ["use_cache is off"] * told
+        lines.clear()
+        with torch.no_grad():
+            assert model(ids, use_cache=True).past_key_values.get_seq_length() == ids.shape[1]
+        assert model.generate(ids[:1], max_new_tokens=2, do_sample=False).shape[1] == ids.shape[1] + 2
+        with pytest.raises(UserError, match="use_cache=True or past_key_values with reentrant checkpointing"):
+            model(ids, use_cache=True)
+    model = copy.deepcopy(plain)
+    smp.apply_activation_checkpointing(model, check_fn=_is_block, mode="selective")
+    assert fsdp1.worst(dict(enumerate(gradients(model))), dict(enumerate(wanted))) < 1e-12
+
+
+def test_recomputation_fills_no_cache():
+    run_distributed(_caches, world_size=2)

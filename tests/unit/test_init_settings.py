@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from smp.compat.init_settings import read_settings, read_smp_keys
+from smp.compat.init_settings import in_names_of_init, read_settings, read_smp_keys
 from smp.config import LossConfig, ParallelConfig
 from smp.environment import sagemaker_parameters
 from smp.errors import ConfigError, UserError
+from smp.mesh import resolve_mesh
 
 
 @pytest.mark.parametrize(
@@ -46,12 +47,36 @@ def test_all_keys_of_smp_v2_may_be_texts():
         (ParallelConfig, {"hybrid_shard_degree": True}, "--hybrid_shard_degree must be an integer, got True"),
         (ParallelConfig, {"shared_buffers": "no"}, "--shared_buffers must be 0 or 1, got 'no'"),
         (LossConfig, {"z_loss": "x"}, "--z_loss must be a number, got 'x'"),
+        (
+            ParallelConfig,
+            {"sharding_strategy": "x"},
+            "--sharding_strategy takes auto, no_shard, shard_grad_op, hybrid_shard, _hybrid_shard_zero2, full_shard, "
+            "got 'x'",
+        ),
     ],
 )
 def test_a_value_of_another_type_is_a_sentence(kind, values, sentence):
     with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}$"):
         kind(**values)
     assert ParallelConfig(shared_buffers=1, hybrid_shard_degree=1).shared_buffers
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"tp": 3}, "smp.init: tp 3 does not divide the 2 processes: choose one of 1, 2"),
+        ({"tensor_parallel_degree": 3}, "smp.init: tensor_parallel_degree 3 does not divide the 2 processes"),
+        (
+            {"dp_shard": 3},
+            "smp.init: dp_shard 3 does not divide the 2 data-parallel processes: choose dp_shard from 1, 2",
+        ),
+        ({"cp": 0}, "smp.init: cp must be at least 1, got 0"),
+    ],
+)
+def test_refusals_have_the_names_that_init_was_given(given, sentence):
+    values = read_settings({}, given, {})
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}"), in_names_of_init(given):
+        resolve_mesh(ParallelConfig(**values), world_size=2, local_world_size=2)
 
 
 def test_what_was_set_before_is_taken_and_nothing_contradicts_it():

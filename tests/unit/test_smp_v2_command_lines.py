@@ -153,6 +153,29 @@ def test_parameters_that_change_nothing_are_taken(caplog):
     assert config.parallel.fsdp_cache_flush_warnings is False
 
 
+def test_the_estimators_variable_stands_below_flags_and_file(monkeypatch, caplog, tmp_path):
+    base = ["--use_synthetic_data", "1"]
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"tensor_parallel_degree": 2, "sm_activation_offloading": true}')
+    with caplog.at_level(logging.INFO, "smp.compat"):
+        config = parse_args(base)
+    assert (config.parallel.tensor_parallel_degree, config.activation.offload_activations) == (2, True)
+    assert "SM_HP_MP_PARAMETERS, the estimator's parameters, gives --tensor_parallel_degree 2" in caplog.text
+    file = tmp_path / "job.yaml"
+    file.write_text("tensor_parallel_degree: 4\n")
+    for words in (["--tensor_parallel_degree", "4"], ["--config", str(file)]):
+        caplog.clear()
+        assert parse_args([*base, *words]).parallel.tensor_parallel_degree == 4
+        assert "--tensor_parallel_degree is 4, as given, and not SM_HP_MP_PARAMETERS's 2" in caplog.text
+    assert parse_args([*base, "--mp_parameters", "hybrid_shard_degree=1"]).parallel.tensor_parallel_degree == 1
+    for text, expected in (
+        ("[1]", "SM_HP_MP_PARAMETERS=.1. is no JSON object"),
+        ('{"partitions": 2}', "SM_HP_MP_PARAMETERS: unknown key partitions"),
+    ):
+        monkeypatch.setenv("SM_HP_MP_PARAMETERS", text)
+        with pytest.raises(ConfigError, match=expected):
+            parse_args(base)
+
+
 def test_all_problems_come_in_one_round(capsys):
     words = "--fp8 1 --sm_activation_offloading 1 --distributed_backend nccl --profile_nsys 1 --sliding_window 3"
     others = "--shard_degree 2 --output_dir /proc/x --use_synthetic_data 1"

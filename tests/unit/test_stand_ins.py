@@ -48,12 +48,20 @@ def test_the_last_folders_by_their_last_number_are_kept(tmp_path, caplog):
     stand_ins.limit_num_subdirs(str(tmp_path / "nothing"), 2, **arguments)
 
 
-def test_a_folder_that_is_itself_a_checkpoint_keeps_its_content(tmp_path, caplog):
-    inner = tmp_path / "llama_v2-5steps"
+@pytest.mark.parametrize("folder", ["llama_v2-5steps", "llama_v2-5steps/tp2-0"])  # AWS's with tensor parallelism
+def test_a_folder_that_is_itself_a_checkpoint_keeps_its_content(tmp_path, caplog, folder):
+    inner = tmp_path / folder
     (inner / "part").mkdir(parents=True)
+    (tmp_path / "llama_v2-4steps").mkdir()
     stand_ins.limit_num_subdirs(str(inner), 1, sort_fn=stand_ins.last_int, regex=STEPS, log=True)
-    assert folders(inner) == {"part"}
-    assert "is itself one of the folders to limit, so none is deleted: give the one around it" in caplog.text
+    assert folders(inner) == {"part"} and folders(tmp_path) == {"llama_v2-4steps", "llama_v2-5steps"}
+    assert f"so none is deleted: give {tmp_path}, the folder around them" in caplog.text
+    caplog.clear()
+    (tmp_path / "model").mkdir()
+    stand_ins.limit_num_subdirs(str(tmp_path / "model"), 1, sort_fn=stand_ins.last_int, regex=STEPS, log=True)
+    assert not caplog.records  # of the final model
+    stand_ins.limit_num_subdirs(str(tmp_path), 1, sort_fn=stand_ins.last_int, regex=STEPS, log=True)
+    assert folders(tmp_path) == {"llama_v2-5steps", "model"}
 
 
 def test_what_cannot_be_deleted_is_said(tmp_path, caplog, monkeypatch):
