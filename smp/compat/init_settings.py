@@ -26,7 +26,9 @@ _SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
 _SMP_NUMBERS = {"random_seed": (0, 0, 2**31 - 1), "activation_loading_horizon": (2, 1, 10_000)}
 
 
-_OF_MESH = {axis.flag: axis.name for axis in AXES} | {"hybrid_shard_degree": "dp_shard"}
+def _names_of_mesh() -> dict[str, str]:
+    """Return the mesh's names of degrees, by setting."""
+    return {axis.flag: axis.name for axis in AXES} | {"hybrid_shard_degree": "dp_shard"}
 
 
 @contextlib.contextmanager
@@ -34,7 +36,7 @@ def in_names_of_init(given: Container[str]) -> Iterator[None]:
     """Let refusals of settings name them as ``init`` was given them, and not as the job's flags."""
 
     def name(flag: re.Match[str]) -> str:
-        short = _OF_MESH.get(flag[1], flag[1])
+        short = _names_of_mesh().get(flag[1], flag[1])
         return short if short in given else flag[1]
 
     try:
@@ -90,7 +92,7 @@ def read_settings(values: dict[str, Any], keywords: dict[str, Any], preset: dict
         UserError: a key is not known, or there are two values for one setting.
     """
     known = {key: key for key in (*_SMP_KEYS, *_SMP_NUMBERS, "dp_replicate")}
-    known |= {name: field for field, name in _OF_MESH.items()}
+    known |= {name: field for field, name in _names_of_mesh().items()}
     for field in dataclasses.fields(ParallelConfig):
         known |= dict.fromkeys((field.name, *field.metadata["aliases"]), field.name)
     given: dict[str, str] = {}  # as it is called there, by the field's name
