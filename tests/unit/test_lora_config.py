@@ -229,7 +229,5 @@ def test_an_adapters_folder_is_one_of_pefts(tmp_path, capsys):
     assert smp.cli.main(["diff", str(folder), str(other)]) == 1
     assert "adapter.lora_alpha  16.0  1" in capsys.readouterr().out
     for name in ("hf_pretrained_model_name_or_dir", "model"):
-        with pytest.raises(
-            UserError, match=rf"{folder} contains an adapter .*: give the directory of that; a training job adds the adapter by --ad"
-        ):
+        with pytest.raises(UserError, match=rf"{folder} contains an adapter .*: give the directory of that; a train"):
             resolve_model(ModelConfig(**{name: str(folder)}))
