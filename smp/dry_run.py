@@ -70,7 +70,7 @@ def report(
     local = sum(local.numel() for _, local in shapes.values())
     return "\n".join(
         [
-            f"{resolved.name}: {shape.parameters:,} parameters in {len(shapes)} tensors; rank 0 holds {local:,}",
+            f"{resolved.name}: {shape.parameters:,} parameters in {len(shapes)} tensors; rank 0 stores {local:,}",
             f"mesh: {mesh} = {mesh.world_size} processes",
             "",
             f"predicted peak of each rank{where}:",

@@ -1,7 +1,7 @@
 """Plan a training job before anything is rented: does it fit, how fast is it, which layout is best, what does it cost.
 
-Takes the training job's flags beside its own. What is not given is searched: degrees, micro-batch, recomputation,
-offloading. Ends with status 1 if nothing fits.
+Also takes the training job's flags. What is not given is searched: degrees, micro-batch, recomputation,
+offloading. Ends with status 1 if no layout fits.
 
     smp plan --model llama3_70b --nodes 8 --gpus_per_node 8 --device h100 --max_context_width 8192
 """

@@ -231,4 +231,4 @@ def check_hostname(ctx: CheckContext) -> None:
             **data,
         )
     else:
-        ctx.ok(f"{why}; one host does not mind, on several set GLOO_SOCKET_IFNAME", **data)
+        ctx.ok(f"{why}; fine on one host; on several set GLOO_SOCKET_IFNAME", **data)

@@ -101,7 +101,7 @@ class ModelConfig(Section):
         "documents and windows. auto: on GPUs, flash_attention_3 or fused.", plain="sdpa",
     )  # fmt: skip
     use_smp_flash_attn: bool | None = setting(
-        None, "SMP v2's own flash attention.", no_effect="attention is Hugging Face's, by --attn_implementation"
+        None, "SMP v2's flash attention.", no_effect="attention is Hugging Face's, by --attn_implementation"
     )
     delayed_param: bool = setting(True, "Build without memory and allocate after sharding, each rank its shard only.")
     finetune: bool = setting(False, "Start from pretrained weights; give the name or the file below.")
@@ -125,7 +125,7 @@ class ModelConfig(Section):
     )
     global_token_shuffle: bool = setting(False, "Shuffle tokens over experts.", only=(False,), otherwise=_NO_MOE)
     moe_all_to_all_dispatcher: bool = setting(True, "Send tokens by all-to-all.", only=(True,), otherwise=_NO_MOE)
-    moe_fp8_checkpoint_attn: bool = setting(True, "Checkpoint attention on its own.", only=(True,), otherwise=_NO_MOE)
+    moe_fp8_checkpoint_attn: bool = setting(True, "Checkpoint attention alone.", only=(True,), otherwise=_NO_MOE)
     moe_fp8_checkpoint_moe: bool = setting(True, "Checkpoint experts on their own.", only=(True,), otherwise=_NO_MOE)
 
     def problems(self) -> list[str]:

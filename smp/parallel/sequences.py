@@ -86,7 +86,7 @@ def log_probs(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None, *, 
 def _padded_on_the_right(caller: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch with each row's tokens moved to its begin, where they are predicted as without padding.
 
-    Positions then count from a row's first token, and nothing sees the padding behind it.
+    Positions then count from a sequence's first token, and nothing sees the padding behind it.
 
     Raises:
         UserError: a row has padding in between, or it is on the left of packed documents.
@@ -97,18 +97,18 @@ def _padded_on_the_right(caller: str, batch: Mapping[str, Any]) -> Mapping[str, 
     shown = mask != 0
     if (shown[:, 1:] & ~shown[:, :-1]).sum(1).add(shown[:, 0]).max() > 1:
         raise UserError(
-            f"{caller}: attention_mask hides tokens between ones that it shows, and padding is at the ends of rows: "
+            f"{caller}: attention_mask hides tokens between ones that it shows, and padding is at an end of each sequence: "
             f"take these tokens out"
         )
     if others := [name for name in ("position_ids", "document_bounds") if batch.get(name) is not None]:
         raise UserError(
-            f"{caller}: attention_mask pads on the left, beside {others[0]}, which are of packed documents: leave "
-            f"{others[0]} out (positions count from a row's first token), or the mask"
+            f"{caller}: attention_mask pads on the left, with {others[0]}, which are of packed documents: leave "
+            f"{others[0]} out (positions count from a sequence's first token), or the mask"
         )
     order = shown.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     found = dict(batch)
     for name in ("labels", "shift_labels"):
-        if found.get(name) is not None:  # padding before a row's first token neither predicts nor is predicted
+        if found.get(name) is not None:  # padding before a sequence's first token neither predicts nor is predicted
             found[name] = found[name].masked_fill(~shown, IGNORE_INDEX)
     for name in ("input_ids", "labels", "shift_labels", "attention_mask"):
         if found.get(name) is not None:

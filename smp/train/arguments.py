@@ -285,7 +285,7 @@ def _build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=lambda prog: _Formatter(prog, max_help_position=36, width=110),
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags stand above it")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
     parser.add_argument(
         "--mp_parameters", metavar="X", help="settings as SageMaker's estimator hands them on: a=1,b=2 or a JSON object"
     )

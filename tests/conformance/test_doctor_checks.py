@@ -286,7 +286,7 @@ def test_a_host_name_that_others_cannot_reach(monkeypatch):
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     resolves("127.0.1.1")
-    found(system.check_hostname, "ok", "one host does not mind")
+    found(system.check_hostname, "ok", "fine on one host")
     found(system.check_hostname, "problem", "127.0.1.1, which other.*GLOO_SOCKET_IFNAME", launch=TWO_HOSTS)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     found(system.check_hostname, "ok", "GLOO_SOCKET_IFNAME=eth0", launch=TWO_HOSTS)

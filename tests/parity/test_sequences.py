@@ -177,7 +177,7 @@ def test_one_process_without_a_mesh_and_what_is_refused():
     mask[1, 3] = mask[2, 0] = 0
     for change, sentence in (
         ({"attention_mask": mask}, "smp.sequence_log_probs: attention_mask hides tokens between ones that it shows"),
-        ({**padded(), "position_ids": positions}, "pads on the left, beside position_ids, which are of packed"),
+        ({**padded(), "position_ids": positions}, "pads on the left, with position_ids, which are of packed"),
         ({"attention_mask": mask[:, None, None]}, "has 4 axes, and smp.sequence_log_probs takes one of"),
     ):
         with pytest.raises(UserError, match=sentence):
