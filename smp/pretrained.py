@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,19 @@ def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> 
     if problems:
         raise ConfigError([f"{weights}: {problem}" for problem in problems])
     return plan
+
+
+def read_rows(weights: pathlib.Path, family: Family, name: str, rows: Sequence[int]) -> torch.Tensor | None:
+    """Return rows of a matrix in the files, ``(rows, columns)``, by its name in the model; None: they have none."""
+    from safetensors import safe_open
+
+    for key, file in weight_map(weights).items():
+        found = family.file_names.module_key(key)
+        if name in (found, f"{family.base}.{found}"):
+            with safe_open(file, framework="pt") as content:
+                matrix = content.get_slice(key)
+                return torch.cat([matrix[row : row + 1] for row in rows])
+    return None
 
 
 @torch.no_grad()

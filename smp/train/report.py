@@ -39,6 +39,7 @@ from smp.train.flops import model_flops_per_token
 from smp.train.hints import next_commands, short, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.state import Start, TrainState
+from smp.train.untrained_tokens import warn_of_untrained
 from smp.train.writers import Trackers
 
 logger = get_logger("train")
@@ -82,6 +83,7 @@ def announce(job: CheckedJob, start: Start, model: nn.Module) -> None:
         logger.info(sentence)
     if job.launch.rank == 0:
         _warn_of_tokens(job)
+        warn_of_untrained(job)
     for choice in job.choices:
         logger.info("Chosen: %s", choice)
     if start.checkpoint is not None:

@@ -1,0 +1,68 @@
+"""Tokens of the data that the pretrained weights have not learned, and that adapters of the blocks cannot teach."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from smp.data.data_pipeline import DataPipeline
+from smp.data.text import TextTokenizer
+from smp.errors import UserError
+from smp.log import get_logger
+from smp.parallel import lora
+from smp.pretrained import read_rows
+from smp.train.checked_job import CheckedJob, Job
+
+logger = get_logger("train")
+
+# The largest value of a row that counts as zero: Llama 3's reserved tokens have some of 1e-23.
+_ZERO = 1e-16
+
+
+def untrained_tokens(job: Job, data: DataPipeline) -> dict[int, str]:
+    """Return the added tokens of the tokenizer that the data has and the weights have not learned, by id.
+
+    Such a token's row of the embedding or of the head is zero, or that of another added token too, as reserved ones
+    have it. A row that was drawn at random when the vocabulary was resized cannot be told from a learned one.
+
+    Args:
+        data: of whose beginning the tokens are looked at.
+
+    Raises:
+        UserError: there is no tokenizer that can be loaded.
+    """
+    model, folder = job.model, job.config.data.tokenizer_name_or_dir or job.model.tokenizer_dir
+    if model.weights is None or folder is None:
+        return {}
+    names = cast(dict[int, object], TextTokenizer(str(folder)).hugging_face.added_tokens_decoder)
+    ids = sorted(number for number in names if number < model.hf_config.vocab_size)
+    if not ids:
+        return {}
+    paths = (model.family.embedding, model.family.head)
+    tables = [read_rows(model.weights, model.family, f"{path}.weight", ids) for path in paths]
+    untrained = torch.stack([_untrained(rows) for rows in tables if rows is not None]).any(0).tolist()
+    used = set(data.tokens_used().tolist())
+    return {number: str(names[number]) for number, is_so in zip(ids, untrained, strict=True) if is_so and number in used}
+
+
+def _untrained(rows: torch.Tensor) -> torch.Tensor:
+    _, which, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    return (rows.abs().amax(1) <= _ZERO) | (counts[which] > 1)
+
+
+def warn_of_untrained(job: CheckedJob) -> None:
+    """Warn of tokens that the adapters of a job cannot teach."""
+    if not job.settings[lora.Config].with_adapter().lora_rank or job.config.data.evaluate_only:
+        return
+    try:
+        found = untrained_tokens(job, job.train_data)
+    except UserError:  # data of ids needs no tokenizer
+        return
+    if found:
+        logger.warning(
+            "The data has %s, untrained in %s: their rows of the embedding or the head are zero or those of another "
+            "token, and adapters do not change them, so the model cannot learn to read or generate them: set "
+            "--lora_train_tokens auto, or train all parameters (--lora_rank 0).",
+            ", ".join(found.values()), job.model.weights,
+        )  # fmt: skip

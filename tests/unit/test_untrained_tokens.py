@@ -1,0 +1,66 @@
+"""Tokens that adapters cannot teach: named before training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from smp.train.untrained_tokens import untrained_tokens, warn_of_untrained
+from tests.chat import chat_tokenizer
+from tests.flags import plan_of
+
+TOKENS = ["<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TURNS = [{"role": "user", "content": "Where is the whale?"}, {"role": "assistant", "content": "In the deep sea."}]
+
+
+def save_base(folder, *, tied=False, rows=0.0, tables=("input", "output")):
+    """A model whose rows of ChatML's tokens, and of one that is not used, have one value each; its tokenizer; chats."""
+    tokenizer = chat_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids([*TOKENS, "[INST]"])
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=416, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=tied)
+    )  # fmt: skip
+    with torch.no_grad():
+        for table in tables:
+            getattr(model, f"get_{table}_embeddings")().weight[ids] = rows
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    (folder / "chatml.jinja").write_text(CHATML)
+    (folder / "chat.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
+    return ids
+
+
+def words_of(folder, *words):
+    return [
+        *("--hf_pretrained_model_name_or_dir", folder / "base", "--max_context_width", 64),
+        *("--dataset_type", "chat", "--training_dir", folder / "chat.jsonl", "--data_cache_dir", folder / "cache"),
+        *("--chat_template", folder / "chatml.jinja", *words),
+    ]
+
+
+def job_of(folder, *words):
+    return plan_of(words_of(folder, *words), folder, model=[], data=[])
+
+
+@pytest.mark.parametrize(("case", "found"), [
+    ({}, 2), ({"tied": True}, 2), ({"rows": 1e-20}, 2), ({"rows": 0.5}, 2), ({"tables": ["output"]}, 2),
+    ({"tables": []}, 0),
+])  # fmt: skip
+def test_tokens_whose_rows_are_zero_or_alike_are_named(tmp_path, case, found, caplog):
+    ids = save_base(tmp_path, **case)
+    job = job_of(tmp_path, "--lora_rank", 2)
+    assert untrained_tokens(job, job.train_data) == dict(zip(ids[:found], TOKENS[:found], strict=True))
+    warn_of_untrained(job)
+    assert ("has <|im_start|>, <|im_end|>, untrained in" in caplog.text) == bool(found)
+    caplog.clear()
+    warn_of_untrained(job_of(tmp_path))  # all parameters are trained
+    assert not caplog.text
