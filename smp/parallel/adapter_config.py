@@ -34,6 +34,11 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
     file = folder / ADAPTER_CONFIG
     try:
         found = read_object(file)
+        if (kind := found["peft_type"]) != "LORA":
+            raise UserError(
+                f"{file}: peft_type is {kind!r}, and only LORA is known here: give a LoRA adapter, or merge this one "
+                f"with peft's merge_and_unload, which most types have"
+            )
         theirs: dict[str, Any] = {
             "lora_rank": int(found["r"]),
             "lora_alpha": float(found["lora_alpha"]),
@@ -45,8 +50,6 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
             f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {ADAPTER_CONFIG} "
             f"and {WEIGHTS}, as peft's save_pretrained writes them"
         ) from error
-    if found.get("peft_type") != "LORA":
-        raise UserError(f"--adapter_path {folder}: peft_type is {found.get('peft_type')!r}; only LORA is known")
     start = found.get("init_lora_weights")
     if start not in _BASE_UNCHANGED:
         raise UserError(
@@ -61,6 +64,19 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
                 f"trained without it, or merge it with peft's merge_and_unload"
             )
     return {**theirs, "lora_target_modules": _targets(file, found.get("target_modules"))}
+
+
+def other_base(folder: pathlib.Path, base: str) -> str | None:
+    """Return the base model that an adapter says it is of, if that is another than ``base``: a path or a hub's name.
+
+    A path that is not on this machine is taken for ``base`` where its last part is the same.
+    """
+    theirs = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(theirs, str) or not theirs:
+        return None
+    path, own = pathlib.Path(theirs).expanduser(), pathlib.Path(base).expanduser()
+    same = path.samefile(own) if path.exists() and own.exists() else path.name == own.name
+    return None if same else theirs
 
 
 def _is_left_out(name: str, value: Any) -> bool:

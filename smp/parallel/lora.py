@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from smp.config import ActivationConfig, Section, Settings, setting
 from smp.delayed_init import fill_added_
 from smp.errors import UserError
+from smp.log import get_logger
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters, leave_out_frozen
@@ -32,11 +33,13 @@ from smp.models.registry import family_of
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel import nf4
 from smp.parallel.adapter import Adapter
-from smp.parallel.adapter_config import ALL_LINEAR, WEIGHTS, read_settings, target_names
+from smp.parallel.adapter_config import ALL_LINEAR, WEIGHTS, other_base, read_settings, target_names
 from smp.parallel.linear import is_transposed, product_of, replace_product
 from smp.parallel.refusals import require_model
 from smp.parallel.sharding import gathered_blocks
 from smp.parallel.technique import Parameters, Setup
+
+logger = get_logger("model")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,15 @@ def _read_config(config: Config, folder: pathlib.Path) -> Config:
     return dataclasses.replace(config, **theirs)
 
 
+def warn_of_base(adapter_path: str, base: str) -> None:
+    """Warn of an adapter that says to be of another base model than ``base``."""
+    if (theirs := other_base(pathlib.Path(adapter_path).expanduser(), base)) is not None:
+        logger.warning(
+            "%s was trained beside %s, as its %s says, and is used beside %s, of the same shapes: beside other weights "
+            "it computes something else.", adapter_path, theirs, ADAPTER_CONFIG, base,
+        )  # fmt: skip
+
+
 @contextlib.contextmanager
 def left_out(model: nn.Module) -> Iterator[None]:
     """Let a model compute what its base does, without gradients."""
@@ -130,11 +142,22 @@ def target_layers(model: nn.Module, family: Family, config: Config) -> dict[str,
     """Return the layers that get adapters by path.
 
     Raises:
-        UserError: a target is the end of no layer's name.
+        UserError: a target is the end of no layer's name, or an adapter would never be used.
     """
     layers, targets = linear_layers(model, family), config.lora_target_modules
-    if targets == (ALL_LINEAR,):
-        return layers
+    found = layers if targets == (ALL_LINEAR,) else _matching(layers, config)
+    if uncalled := [path for path in family.uncalled if path in found]:
+        source = "--lora_target_modules" if config.adapter_path is None else f"{config.adapter_path}/{ADAPTER_CONFIG}"
+        others = sorted({path.rpartition(".")[2] for path in layers if path not in family.uncalled})
+        raise UserError(
+            f"{source}: {' '.join(targets)} has {uncalled[0]}, whose weight the model reads without calling the layer: "
+            f"an adapter of it would never be used: choose others, as --lora_target_modules {' '.join(others)}"
+        )
+    return found
+
+
+def _matching(layers: Mapping[str, nn.Module], config: Config) -> dict[str, nn.Module]:
+    targets = config.lora_target_modules
     source, advice = "--lora_target_modules", f"or {ALL_LINEAR} for all"
     if config.adapter_path is not None:  # whose targets no flag changes
         source = f"{config.adapter_path}/{ADAPTER_CONFIG}: target_modules"
@@ -342,12 +365,14 @@ def adapt(
         lora_dropout=dropout, adapter_path=None if adapter_path is None else os.fspath(adapter_path),
     )  # fmt: skip
     family, settings = family_of(hf_config), Settings((config,))
+    source = getattr(hf_config, "_name_or_path", None)
     own = parameters(model, family, settings)
     add_parameters(model, own.added, freezes=True)
     if not next(model.parameters()).is_meta:
         fill_added_(model, seed=seed)
     _replace_products(model, family, settings)
-    source = getattr(hf_config, "_name_or_path", None)
+    if config.adapter_path is not None and source:
+        warn_of_base(config.adapter_path, source)
     if config.qlora and source and any(pathlib.Path(source).glob("*.safetensors")):
         leave_out_frozen(model, pathlib.Path(source))
     return model

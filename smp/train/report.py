@@ -32,6 +32,7 @@ from smp.models.weight_files import generation_dir_of, stops_of
 from smp.parallel.parallelize import add_parameters
 from smp.plan.devices import peak_flops
 from smp.train import history
+from smp.train.adapters import warn_of_base, warn_of_untrained
 from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.checked_job import CheckedJob, batch_of_flags, changes_of, sizes
 from smp.train.curves import write_curves
@@ -39,7 +40,6 @@ from smp.train.flops import model_flops_per_token
 from smp.train.hints import next_commands, short, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.state import Start, TrainState
-from smp.train.untrained_tokens import warn_of_untrained
 from smp.train.writers import Trackers
 
 logger = get_logger("train")
@@ -83,6 +83,7 @@ def announce(job: CheckedJob, start: Start, model: nn.Module) -> None:
         logger.info(sentence)
     if job.launch.rank == 0:
         _warn_of_tokens(job)
+        warn_of_base(job)
         warn_of_untrained(job)
     for choice in job.choices:
         logger.info("Chosen: %s", choice)

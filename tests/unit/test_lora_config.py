@@ -15,7 +15,9 @@ from torch import nn
 import smp
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import UserError
+from smp.models.registry import build_model
 from smp.parallel.adapter_config import read_settings, target_names
+from tests import zoo
 from tests.flags import parse
 from tests.reference import build_reference, global_batch, relative
 
@@ -82,6 +84,15 @@ def test_fields_are_without_effect_or_refused_by_name(tmp_path):
         for left_out in (None, False, [], {}, ""):
             file.write_text(json.dumps({**config, name: left_out}))
             read_settings(folder)
+
+
+@pytest.mark.parametrize("kind", ["LoHaConfig", "LoKrConfig", "IA3Config", "AdaLoraConfig", "PrefixTuningConfig"])
+def test_adapters_of_other_types_are_refused_by_their_type(tmp_path, kind):
+    more = {"total_step": 9} if kind == "AdaLoraConfig" else {}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **more)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"peft_type is '{config.peft_type.value}', and only LORA is known here"):
+        read_settings(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -196,3 +207,16 @@ def test_targets_of_a_file_are_refused_in_its_name(tmp_path, targets):
     ) as found:
         adapted(saved(tmp_path, target_modules=targets))
     assert "--lora_target_modules" not in str(found.value)
+
+
+@pytest.mark.parametrize(("model_type", "layer"), [("mamba", "backbone.layers.0.mixer.dt_proj"), ("trocr", None)])
+def test_layers_that_no_forward_calls_get_no_adapter(model_type, layer):
+    """Mamba reads the weight of one; what TrOCR does not call has no caller at all in a decoder alone."""
+    model = build_model(zoo.tiny_config(model_type), attn_implementation="eager")
+    if layer is None:
+        assert layers(smp.lora(model, 2))
+        return
+    for targets in ("all-linear", ["dt_proj"]):
+        with pytest.raises(UserError, match=f"has {layer}, whose weight the model reads without calling the layer"):
+            smp.lora(model, 2, target_modules=targets)
+    assert layers(smp.lora(model, 2, target_modules=["in_proj"]))

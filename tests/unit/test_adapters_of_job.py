@@ -1,14 +1,16 @@
-"""Tokens that adapters cannot teach: named before training."""
+"""What a job's adapters are warned of: tokens that they cannot teach, and another base model."""
 
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from smp.train.untrained_tokens import untrained_tokens, warn_of_untrained
+import smp
+from smp.train.adapters import untrained_tokens, warn_of_base, warn_of_untrained
 from tests.chat import chat_tokenizer
 from tests.flags import plan_of
 
@@ -64,3 +66,26 @@ def test_tokens_whose_rows_are_zero_or_alike_are_named(tmp_path, case, found, ca
     caplog.clear()
     warn_of_untrained(job_of(tmp_path))  # all parameters are trained
     assert not caplog.text
+
+
+def test_an_adapter_of_another_base_is_warned_of(tmp_path, caplog):
+    save_base(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    smp.export_hf(smp.lora(model, 2), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    shutil.copytree(tmp_path / "base", tmp_path / "copies" / "base")
+    (tmp_path / "other").mkdir()
+    for theirs, warned in (
+        (config["base_model_name_or_path"], False), ("org/base", False), ("/elsewhere/base", False), (None, False),
+        ("org/other", True), (str(tmp_path / "other"), True), (str(tmp_path / "copies" / "base"), True),
+    ):  # fmt: skip
+        file.write_text(json.dumps({**config, "base_model_name_or_path": theirs}))
+        for use in (
+            lambda: warn_of_base(job_of(tmp_path, "--adapter_path", tmp_path / "adapter")),
+            lambda: smp.lora(LlamaForCausalLM.from_pretrained(tmp_path / "base"), adapter_path=tmp_path / "adapter"),
+        ):
+            caplog.clear()
+            use()
+            said = [text for text in caplog.messages if "was trained beside" in text]
+            assert len(said) == warned and all(f"beside {theirs}, as its adapter_config.json says" in t for t in said)

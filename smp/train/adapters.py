@@ -1,4 +1,4 @@
-"""Tokens of the data that the pretrained weights have not learned, and that adapters of the blocks cannot teach."""
+"""What a job's adapters are warned of: another base model, and tokens of the data that adapters cannot teach."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from smp.data.data_pipeline import DataPipeline
 from smp.data.text import TextTokenizer
 from smp.errors import UserError
 from smp.log import get_logger
+from smp.models.weight_files import directory_of
 from smp.parallel import lora
 from smp.pretrained import read_rows
 from smp.train.checked_job import CheckedJob, Job
@@ -42,8 +43,8 @@ def untrained_tokens(job: Job, data: DataPipeline) -> dict[int, str]:
     paths = (model.family.embedding, model.family.head)
     tables = [read_rows(model.weights, model.family, f"{path}.weight", ids) for path in paths]
     untrained = torch.stack([_untrained(rows) for rows in tables if rows is not None]).any(0).tolist()
-    used = set(data.tokens_used().tolist())
-    return {number: str(names[number]) for number, is_so in zip(ids, untrained, strict=True) if is_so and number in used}
+    found = {number for number, is_so in zip(ids, untrained, strict=True) if is_so}
+    return {number: str(names[number]) for number in data.tokens_used().tolist() if number in found}
 
 
 def _untrained(rows: torch.Tensor) -> torch.Tensor:
@@ -51,9 +52,16 @@ def _untrained(rows: torch.Tensor) -> torch.Tensor:
     return (rows.abs().amax(1) <= _ZERO) | (counts[which] > 1)
 
 
+def warn_of_base(job: CheckedJob) -> None:
+    """Warn of an adapter that says to be of another base model."""
+    adapter, base = job.settings[lora.Config].adapter_path, directory_of(job.model.weights)
+    if adapter is not None and base is not None:
+        lora.warn_of_base(adapter, str(base))
+
+
 def warn_of_untrained(job: CheckedJob) -> None:
     """Warn of tokens that the adapters of a job cannot teach."""
-    if not job.settings[lora.Config].with_adapter().lora_rank or job.config.data.evaluate_only:
+    if not job.settings[lora.Config].with_adapter().lora_rank:
         return
     try:
         found = untrained_tokens(job, job.train_data)
