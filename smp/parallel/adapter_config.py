@@ -34,22 +34,18 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
     file = folder / ADAPTER_CONFIG
     try:
         found = read_object(file)
-        if (kind := found["peft_type"]) != "LORA":
-            raise UserError(
-                f"{file}: peft_type is {kind!r}, and only LORA is known here: give a LoRA adapter, or merge this one "
-                f"with peft's merge_and_unload, which most types have"
-            )
-        theirs: dict[str, Any] = {
-            "lora_rank": int(found["r"]),
-            "lora_alpha": float(found["lora_alpha"]),
-            "lora_use_rslora": bool(found.get("use_rslora", False)),
-            "lora_dropout": float(found.get("lora_dropout", 0.0)),
-        }
+        kind = found["peft_type"]
+        theirs = _of_lora(found) if kind == "LORA" else {}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {ADAPTER_CONFIG} "
             f"and {WEIGHTS}, as peft's save_pretrained writes them"
         ) from error
+    if kind != "LORA":
+        raise UserError(
+            f"{file}: peft_type is {kind!r}, and only LORA is known here: give a LoRA adapter, or merge this one with "
+            f"peft's merge_and_unload, which most types have"
+        )
     start = found.get("init_lora_weights")
     if start not in _BASE_UNCHANGED:
         raise UserError(
@@ -64,6 +60,15 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
                 f"trained without it, or merge it with peft's merge_and_unload"
             )
     return {**theirs, "lora_target_modules": _targets(file, found.get("target_modules"))}
+
+
+def _of_lora(found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "lora_rank": int(found["r"]),
+        "lora_alpha": float(found["lora_alpha"]),
+        "lora_use_rslora": bool(found.get("use_rslora", False)),
+        "lora_dropout": float(found.get("lora_dropout", 0.0)),
+    }
 
 
 def other_base(folder: pathlib.Path, base: str) -> str | None:

@@ -91,7 +91,7 @@ def test_adapters_of_other_types_are_refused_by_their_type(tmp_path, kind):
     more = {"total_step": 9} if kind == "AdaLoraConfig" else {}
     config = getattr(peft, kind)(task_type="CAUSAL_LM", **more)
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=rf"peft_type is '{config.peft_type.value}', and only LORA is known here"):
+    with pytest.raises(UserError, match=rf"adapter_config.json: peft_type is '{config.peft_type.value}', and only LORA is known here"):
         read_settings(tmp_path)
 
 
