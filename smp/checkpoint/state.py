@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.tagged_json import encode
 from smp.errors import UserError, a_type
-from smp.models.added import added_parameters, base_of, left_out
+from smp.models.added import added_parameters, base_of, files_apart, left_out
 from smp.models.file_names import buffers_of, clean_name, parameters_of
 from smp.parallel.sharding import reshard
 
@@ -88,8 +88,7 @@ def model_entry(name: str, hf_config: Any) -> dict[str, Any]:
 
 def with_base(entry: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Add to a model's entry the pretrained weights whose parameters are not saved, and the files of those apart."""
-    base, added = base_of(model), added_parameters(model).values()
-    apart = {each.apart.file: dict(each.apart.beside) for each in added if each.apart is not None}
+    base, apart = base_of(model), files_apart(added_parameters(model).values())
     if base is not None:
         entry = {**entry, "base": base.digest, "weights": base.weights}
     return {**entry, "apart": apart} if apart else entry

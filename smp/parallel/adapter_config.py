@@ -14,7 +14,10 @@ from smp.models.weight_files import ADAPTER_CONFIG
 
 WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-_OBEYED = {"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"}
+_OBEYED = {
+    "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "trainable_token_indices",
+    "modules_to_save",
+}  # fmt: skip
 # What says where an adapter is from, is of initial values alone, or of what is refused itself, and computes nothing.
 _WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
@@ -59,7 +62,30 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
                 f"{file}: {name} is {value!r}, which is not known here and would be ignored: give an adapter that was "
                 f"trained without it, or merge it with peft's merge_and_unload"
             )
-    return {**theirs, "lora_target_modules": _targets(file, found.get("target_modules"))}
+    tokens = {number for ids in _indices(file, found).values() for number in ids}
+    return {
+        **theirs,
+        "lora_target_modules": _targets(file, found.get("target_modules")),
+        "lora_train_tokens": tuple(sorted(map(str, tokens))),
+        "lora_modules_to_save": tuple(sorted(found.get("modules_to_save") or ())),
+    }
+
+
+def token_indices(folder: pathlib.Path) -> dict[str | None, list[int]]:
+    """Return the tokens whose rows an adapter has, in order, by the end of a module's name; None: the embedding."""
+    file = folder / ADAPTER_CONFIG
+    return _indices(file, read_object(file))
+
+
+def _indices(file: pathlib.Path, found: dict[str, Any]) -> dict[str | None, list[int]]:
+    given = found.get("trainable_token_indices") or {}
+    by_name: dict[Any, Any] = given if isinstance(given, dict) else {None: given}
+    for ids in by_name.values():
+        if not isinstance(ids, list) or not all(type(number) is int and number >= 0 for number in ids):
+            raise UserError(f"{file}: trainable_token_indices is {given!r}, and must be ids, or for each module ids")
+        if len(set(ids)) < len(ids):
+            raise UserError(f"{file}: trainable_token_indices has a token twice: {given!r}")
+    return by_name
 
 
 def _of_lora(found: dict[str, Any]) -> dict[str, Any]:

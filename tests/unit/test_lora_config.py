@@ -22,7 +22,10 @@ from tests.flags import parse
 from tests.reference import build_reference, global_batch, relative
 
 peft = pytest.importorskip("peft")
-OBEYED = {"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights"}
+OBEYED = {
+    "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights",
+    "trainable_token_indices", "modules_to_save",
+}  # fmt: skip
 WITHOUT_EFFECT = {
     "task_type": None, "auto_mapping": {"unsloth_fixed": True}, "peft_version": "0.1", "revision": "main",
     "base_model_name_or_path": "other", "inference_mode": False, "fan_in_fan_out": True, "megatron_core": "core",
@@ -30,9 +33,9 @@ WITHOUT_EFFECT = {
     "qalora_group_size": 8, "ensure_weight_tying": True,
 }  # fmt: skip
 REFUSED = {
-    "exclude_modules": ["q_proj"], "bias": "all", "modules_to_save": ["lm_head"], "layers_to_transform": 0,
+    "exclude_modules": ["q_proj"], "bias": "all", "layers_to_transform": 0,
     "layers_pattern": "layers", "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8},
-    "trainable_token_indices": [1], "use_dora": True, "velora_config": {"rank": 1}, "alora_invocation_tokens": [3, 4],
+    "use_dora": True, "velora_config": {"rank": 1}, "alora_invocation_tokens": [3, 4],
     "use_qalora": True, "monteclora_config": {"a": 1}, "layer_replication": [[0, 2]], "runtime_config": {"a": 1},
     "lora_bias": True, "target_parameters": ["weight"], "use_bdlora": {"a": 1}, "arrow_config": {"a": 1},
     "kasa_config": {"a": 1}, "megatron_config": {"a": 1}, "an_option_of_tomorrow": 0.5,
@@ -91,7 +94,9 @@ def test_adapters_of_other_types_are_refused_by_their_type(tmp_path, kind):
     more = {"total_step": 9} if kind == "AdaLoraConfig" else {}
     config = getattr(peft, kind)(task_type="CAUSAL_LM", **more)
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=rf"adapter_config.json: peft_type is '{config.peft_type.value}', and only LORA is known here"):
+    with pytest.raises(
+        UserError, match=rf"adapter_config.json: peft_type is '{config.peft_type.value}', and only LORA is known here"
+    ):
         read_settings(tmp_path)
 
 
