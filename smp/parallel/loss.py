@@ -77,7 +77,7 @@ def chunk_loss(
             chunk_tokens=chunk_tokens, split=split,
             z_loss=z_loss if model.training and asked[-1].of_token is None else 0.0,
             vocabulary=projection.weight.shape[0], logits=transform,  # type: ignore[index,arg-type]
-            rows=None if rows is None else rows.columns(hidden.device),
+            rows=None if rows is None else rows.columns(),
         )  # fmt: skip
 
     def forward_with_loss(

@@ -16,24 +16,34 @@ from smp.parallel.linear import local_tensor
 
 ROWS = "trained_tokens"  # name of the parameter, (tokens, hidden)
 _MARK = "_smp_token_rows"
+_PLACES, _OWN = "trained_token_places", "trained_token_own"
 
 
 class TokenRows:
     """The trained rows of a module.
 
     Args:
-        owner: the module that has the parameter.
+        module: multiplies with them, or looks them up.
+        owner: has the parameter: the module, or the embedding that a head is tied to.
         tokens: of each row.
 
     Attributes:
         left_out: whether the module computes what it does without them.
     """
 
-    def __init__(self, owner: nn.Module, tokens: Sequence[int]):
-        self.owner, self.tokens, self.left_out = owner, tuple(tokens), False
-        self._first, self._last = 0, max(tokens) + 1
+    def __init__(self, module: nn.Module, owner: nn.Module, tokens: Sequence[int]):
+        self.module, self.owner, self.tokens, self.left_out = module, owner, tuple(tokens), False
         self._summed: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._set(0, max(tokens) + 1)
+
+    def _set(self, first: int, last: int) -> None:
+        """Keep on the module's device the indices of the rows in a part of the vocabulary, and which are in it."""
+        weight: Any = self.module.weight
+        device = "cpu" if weight.is_meta else weight.device
+        own = [index for index, token in enumerate(self.tokens) if first <= token < last]
+        for name, values in ((_PLACES, [token - first for token in self.tokens]), (_OWN, own)):
+            tensor = torch.tensor(values, dtype=torch.int64, device=device)
+            self.module.register_buffer(name, tensor, persistent=False)
 
     def split(self, bounds: tuple[int, int], summed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Compute of the rows those that are in this rank's part of the vocabulary.
@@ -42,29 +52,23 @@ class TokenRows:
             bounds: of that part.
             summed: returns a tensor whose gradient is the sum of the ranks'.
         """
-        (self._first, self._last), self._summed = bounds, summed
-        self._on.clear()
+        self._set(*bounds)
+        self._summed = summed
 
     def values(self) -> torch.Tensor:
         """Return all rows, through which gradients flow."""
         rows = local_tensor(getattr(self.owner, ROWS))
         return rows if self._summed is None else self._summed(rows)
 
-    def _places(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        if device not in self._on:
-            own = [index for index, token in enumerate(self.tokens) if self._first <= token < self._last]
-            places = torch.tensor(self.tokens, device=device) - self._first
-            self._on[device] = places, torch.tensor(own, dtype=torch.int64, device=device)
-        return self._on[device]
+    @property
+    def places(self) -> torch.Tensor:
+        """Index of each row in this rank's part of the vocabulary; outside of it where another rank's is."""
+        return self.module.get_buffer(_PLACES)
 
-    def places(self, device: torch.device) -> torch.Tensor:
-        """Return the index of each row in this rank's part of the vocabulary; outside of it where another rank's is."""
-        return self._places(device)[0]
-
-    def columns(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the indices in this rank's part of the vocabulary of the rows that are in it, and these rows."""
-        places, which = self._places(device)
-        return places[which], self.values()[which]
+        own = self.module.get_buffer(_OWN)
+        return self.places[own], self.values()[own]
 
 
 def rows_of(module: nn.Module) -> TokenRows | None:
@@ -84,7 +88,7 @@ def train_rows_of_embedding(embedding: nn.Embedding, tokens: Sequence[int]) -> N
     Args:
         embedding: has the parameter.
     """
-    rows = TokenRows(embedding, tokens)
+    rows = TokenRows(embedding, embedding, tokens)
     setattr(embedding, _MARK, rows)
     forward, padding = embedding.forward, embedding.padding_idx
     own_padding = rows.tokens.index(padding) if padding in rows.tokens else None
@@ -93,7 +97,7 @@ def train_rows_of_embedding(embedding: nn.Embedding, tokens: Sequence[int]) -> N
         found = forward(ids)
         if rows.left_out:
             return found
-        places = rows.places(ids.device)
+        places = rows.places
         order = places.argsort()
         index = order[torch.searchsorted(places, ids, sorter=order).clamp_(max=len(places) - 1)]
         weight, kept = embedding._parameters["weight"], embedding.padding_idx
@@ -114,7 +118,7 @@ def train_rows_of_head(head: nn.Linear, tokens: Sequence[int], owner: nn.Module)
     Args:
         owner: has the parameter: the head, or the embedding that it is tied to.
     """
-    setattr(head, _MARK, TokenRows(owner, tokens))
+    setattr(head, _MARK, TokenRows(head, owner, tokens))
     forward = head.forward
     head.forward = lambda hidden: with_rows(head, hidden, forward(hidden))  # type: ignore[method-assign,assignment]
 
@@ -123,7 +127,7 @@ def with_rows(head: Any, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Te
     """Return the logits of hidden states with those of a head's trained rows, if it has any, in their places."""
     if (rows := rows_of(head)) is None:
         return logits
-    places, values = rows.columns(hidden.device)
+    places, values = rows.columns()
     return logits.index_copy(-1, places, F.linear(hidden, values, bias_at(head, places)))
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import cast
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp.config import AUTO
 from smp.data.data_pipeline import DataPipeline
 from smp.data.text import TextTokenizer
 from smp.errors import UserError
 from smp.log import get_logger
 from smp.models.weight_files import directory_of
-from smp.parallel import lora
+from smp.parallel import lora, trained_beside
+from smp.parallel.choices import Choice
 from smp.pretrained import read_rows
-from smp.train.checked_job import CheckedJob, Job
+
+if TYPE_CHECKING:
+    from smp.train.checked_job import CheckedJob, Job
 
 logger = get_logger("train")
 
@@ -33,10 +38,10 @@ def untrained_tokens(job: Job, data: DataPipeline) -> dict[int, str]:
     Raises:
         UserError: there is no tokenizer that can be loaded.
     """
-    model, folder = job.model, job.config.data.tokenizer_name_or_dir or job.model.tokenizer_dir
-    if model.weights is None or folder is None:
+    model, tokenizer = job.model, _tokenizer_of(job)
+    if model.weights is None or tokenizer is None:
         return {}
-    names = cast(dict[int, object], TextTokenizer(str(folder)).hugging_face.added_tokens_decoder)
+    names: dict[int, object] = tokenizer.added_tokens_decoder
     ids = sorted(number for number in names if number < model.hf_config.vocab_size)
     if not ids:
         return {}
@@ -45,6 +50,41 @@ def untrained_tokens(job: Job, data: DataPipeline) -> dict[int, str]:
     untrained = torch.stack([_untrained(rows) for rows in tables if rows is not None]).any(0).tolist()
     found = {number for number, is_so in zip(ids, untrained, strict=True) if is_so}
     return {number: str(names[number]) for number in data.tokens_used().tolist() if number in found}
+
+
+def _tokenizer_of(job: Job) -> Any:
+    """Return the tokenizer of the data, else that of the model, if there is one."""
+    folder = job.config.data.tokenizer_name_or_dir or job.model.tokenizer_dir
+    return None if folder is None else TextTokenizer(str(folder)).hugging_face
+
+
+def chosen_tokens(job: Job, data: DataPipeline) -> list[Choice]:
+    """Return the ids of the tokens that ``--lora_train_tokens`` names, or means by auto.
+
+    Raises:
+        UserError: the tokenizer does not have one, or there is none.
+    """
+    config = job.config.lora
+    given = () if config.adapter_path is not None else config.lora_train_tokens
+    if all(text.isdecimal() for text in given):
+        return []
+    is_auto, tokenizer = given == (AUTO,), _tokenizer_of(job)
+    if tokenizer is None or (is_auto and job.model.weights is None):
+        raise UserError(
+            f"--lora_train_tokens {' '.join(given)} needs a tokenizer, and auto pretrained weights: give "
+            f"--tokenizer_name_or_dir and --hf_pretrained_model_name_or_dir, or ids"
+        )
+    untrained, vocabulary = untrained_tokens(job, data) if is_auto else {}, tokenizer.get_vocab()
+    if missing := [text for text in given if not (is_auto or text.isdecimal() or text in vocabulary)]:
+        raise UserError(
+            f"--lora_train_tokens {missing[0]} is no token of the tokenizer: give tokens that it has, or their ids"
+        )
+    ids = untrained or [int(text) if text.isdecimal() else vocabulary[text] for text in given if not is_auto]
+    chosen = dataclasses.replace(config, lora_train_tokens=tuple(dict.fromkeys(map(str, ids))))
+    if problems := trained_beside.problems_of(job.model.hf_config, chosen):
+        raise UserError(problems[0])
+    why = f"untrained: {', '.join(untrained.values()) or 'no token of the data'}" if is_auto else "their ids"
+    return [Choice("lora_train_tokens", chosen.lora_train_tokens, why)]
 
 
 def _untrained(rows: torch.Tensor) -> torch.Tensor:
@@ -61,13 +101,17 @@ def warn_of_base(job: CheckedJob) -> None:
 
 def warn_of_untrained(job: CheckedJob) -> None:
     """Warn of tokens that the adapters of a job cannot teach."""
-    if not job.settings[lora.Config].with_adapter().lora_rank:
+    config = job.settings[lora.Config].with_adapter()
+    if not config.lora_rank:
         return
     try:
         found = untrained_tokens(job, job.train_data)
     except UserError:  # data of ids needs no tokenizer
         return
-    if found:
+    paths, names = (job.model.family.embedding, job.model.family.head), config.lora_modules_to_save
+    if all(any(path.endswith(name) for name in names) for path in paths):
+        return
+    if found := {number: text for number, text in found.items() if number not in config.token_ids}:
         logger.warning(
             "The data has %s, untrained in %s: their rows of the embedding or the head are zero or those of another "
             "token, and adapters do not change them, so the model cannot learn to read or generate them: set "

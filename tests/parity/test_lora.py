@@ -106,7 +106,9 @@ def check_layouts(name, layouts, folder, files=True):
             with reduced_sizes() as sizes:
                 result = train_step(model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=CLIP)
             adapters_alone = all(".lora_" in key for key in gradients)
-            if layout == Layout("full_shard") and adapters_alone:  # the factors alone are reduced, once, and padded to the ranks
+            if (
+                layout == Layout("full_shard") and adapters_alone
+            ):  # the factors alone are reduced, once, and padded to the ranks
                 rows = sum(-(-p.shape[0] // 2) * 2 * p.shape[1] for p in model.parameters() if p.requires_grad)
                 assert sum(sizes) == rows and len(sizes) == 3  # blocks
             hook.remove()
