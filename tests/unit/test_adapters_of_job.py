@@ -10,6 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import smp
+from smp.errors import ConfigError
+from smp.parallel import lora
 from smp.train.adapters import untrained_tokens, warn_of_base, warn_of_untrained
 from tests.chat import chat_tokenizer
 from tests.flags import plan_of
@@ -89,3 +91,28 @@ def test_an_adapter_of_another_base_is_warned_of(tmp_path, caplog):
             use()
             said = [text for text in caplog.messages if "was trained beside" in text]
             assert len(said) == warned and all(f"beside {theirs}, as its adapter_config.json says" in t for t in said)
+
+
+def test_tokens_to_train_are_found_or_named(tmp_path, caplog):
+    ids = save_base(tmp_path)
+
+    def chosen(*words):
+        job = job_of(tmp_path, "--lora_rank", 2, "--lora_train_tokens", *words)
+        warn_of_untrained(job)
+        return job.settings[lora.Config].token_ids
+
+    assert chosen("auto") == tuple(sorted(ids[:2])) and "untrained" not in caplog.text
+    assert chosen(TOKENS[0], 7) == tuple(sorted([ids[0], 7]))
+    assert "The data has <|im_end|>, untrained in" in caplog.text
+    for words, sentence in (
+        (["<|none|>"], r"--lora_train_tokens <\|none\|> is no token of the tokenizer"),
+        ([416], "--lora_train_tokens 416 is not below the model's vocabulary of 416"),
+        (["auto", 3], "takes auto or tokens, got auto 3"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            chosen(*words)
+    with pytest.raises(ConfigError, match="--lora_train_tokens auto needs a tokenizer, and auto pretrained weights"):
+        plan_of(["--lora_rank", 2, "--lora_train_tokens", "auto"], tmp_path)
+    caplog.clear()
+    warn_of_untrained(job_of(tmp_path, "--lora_rank", 2, "--lora_modules_to_save", "embed_tokens", "lm_head"))
+    assert not caplog.text
