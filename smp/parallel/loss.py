@@ -195,8 +195,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     low = work.compute_bytes if work.compute_bytes < fp32 else 0
     of_logit = (fp32 + low if chunk else 3 * fp32) + (fp32 if shape.capped_logits else 0)
     columns = -(-shape.vocabulary // mesh.tp.size)
-    is_trained = shape.trained(mesh.tp.size).last * mesh.tp.size >= shape.table  # and not the final norm alone
-    gradient = columns * shape.hidden if is_trained else 0
+    gradient = columns * shape.hidden if shape.trained(1).last >= shape.table else 0  # not of a norm, or rows, alone
     if work.moment is Moment.HEAD:  # without chunks, the gradient of the logits; with them, as yet that of the head
         slopes = {"logits and loss": work.tokens(mesh) * columns * (fp32 + low)}
         return {"gradients before reduction": gradient * low} if chunk else slopes

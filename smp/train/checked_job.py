@@ -117,7 +117,7 @@ def check_job(config: TrainConfig, launch: Launch) -> CheckedJob:
     if size is not None and not missing:
         data = problems.attempt(_open_data, job, _batch_shape(job, size))
     if data is not None:
-        job.choices.extend(problems.attempt(chosen_tokens, job, data["train_data"]) or [])
+        job.choices.extend(problems.attempt(chosen_tokens, job.settings, job.model, data["train_data"]) or [])
     if problems or data is None:
         raise ConfigError(problems)
     return CheckedJob(**vars(job), **output, **data)

@@ -63,7 +63,7 @@ def evaluate(job: CheckedJob, guard: Guard) -> int:
         )
         setup = dataclasses.replace(job.setup, mesh=mesh)
         if launch.rank == 0:
-            warn_of_base(job)
+            warn_of_base(job.settings, job.model)
 
         def fill(start: Start) -> None:
             if start.checkpoint is not None and start.saved is not None:

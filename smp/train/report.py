@@ -83,8 +83,8 @@ def announce(job: CheckedJob, start: Start, model: nn.Module) -> None:
         logger.info(sentence)
     if job.launch.rank == 0:
         _warn_of_tokens(job)
-        warn_of_base(job)
-        warn_of_untrained(job)
+        warn_of_base(job.settings, job.model)
+        warn_of_untrained(job.settings, job.model, job.train_data)
     for choice in job.choices:
         logger.info("Chosen: %s", choice)
     if start.checkpoint is not None:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import smp
 from smp.errors import ConfigError
 from smp.parallel import lora
-from smp.train.adapters import untrained_tokens, warn_of_base, warn_of_untrained
+from smp.train import adapters
 from tests.chat import chat_tokenizer
 from tests.flags import plan_of
 
@@ -51,6 +51,11 @@ def words_of(folder, *words):
     ]
 
 
+def warn(job):
+    adapters.warn_of_base(job.settings, job.model)
+    adapters.warn_of_untrained(job.settings, job.model, job.train_data)
+
+
 def job_of(folder, *words):
     return plan_of(words_of(folder, *words), folder, model=[], data=[])
 
@@ -62,11 +67,12 @@ def job_of(folder, *words):
 def test_tokens_whose_rows_are_zero_or_alike_are_named(tmp_path, case, found, caplog):
     ids = save_base(tmp_path, **case)
     job = job_of(tmp_path, "--lora_rank", 2)
-    assert untrained_tokens(job, job.train_data) == dict(zip(ids[:found], TOKENS[:found], strict=True))
-    warn_of_untrained(job)
+    untrained = adapters.untrained_tokens(job.settings, job.model, job.train_data)
+    assert untrained == dict(zip(ids[:found], TOKENS[:found], strict=True))
+    warn(job)
     assert ("has <|im_start|>, <|im_end|>, untrained in" in caplog.text) == bool(found)
     caplog.clear()
-    warn_of_untrained(job_of(tmp_path))  # all parameters are trained
+    warn(job_of(tmp_path))  # all parameters are trained
     assert not caplog.text
 
 
@@ -84,7 +90,7 @@ def test_an_adapter_of_another_base_is_warned_of(tmp_path, caplog):
     ):  # fmt: skip
         file.write_text(json.dumps({**config, "base_model_name_or_path": theirs}))
         for use in (
-            lambda: warn_of_base(job_of(tmp_path, "--adapter_path", tmp_path / "adapter")),
+            lambda: warn(job_of(tmp_path, "--adapter_path", tmp_path / "adapter")),
             lambda: smp.lora(LlamaForCausalLM.from_pretrained(tmp_path / "base"), adapter_path=tmp_path / "adapter"),
         ):
             caplog.clear()
@@ -98,7 +104,7 @@ def test_tokens_to_train_are_found_or_named(tmp_path, caplog):
 
     def chosen(*words):
         job = job_of(tmp_path, "--lora_rank", 2, "--lora_train_tokens", *words)
-        warn_of_untrained(job)
+        warn(job)
         return job.settings[lora.Config].token_ids
 
     assert chosen("auto") == tuple(sorted(ids[:2])) and "untrained" not in caplog.text
@@ -114,5 +120,5 @@ def test_tokens_to_train_are_found_or_named(tmp_path, caplog):
     with pytest.raises(ConfigError, match="--lora_train_tokens auto needs a tokenizer, and auto pretrained weights"):
         plan_of(["--lora_rank", 2, "--lora_train_tokens", "auto"], tmp_path)
     caplog.clear()
-    warn_of_untrained(job_of(tmp_path, "--lora_rank", 2, "--lora_modules_to_save", "embed_tokens", "lm_head"))
+    warn(job_of(tmp_path, "--lora_rank", 2, "--lora_modules_to_save", "embed_tokens", "lm_head"))
     assert not caplog.text
