@@ -155,20 +155,6 @@ def trace(model: nn.Module, watched: dict[str, nn.Module], hf_config: Any) -> li
         raise _refusal(hf_config, why) from error
 
 
-def uncalled_layers(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
-    """Return the paths of layers that the forward of the module around them does not call: it reads their weight.
-
-    Args:
-        model: on the meta device; of one whose forward cannot be followed there, none is found.
-    """
-    around = {path: model.get_submodule(path) for path in {path.rpartition(".")[0] for path in layers}}
-    try:
-        called = {call.path for call in trace(model, layers | around, model.config)}
-    except UserError:
-        return []
-    return [path for path in layers if path not in called and path.rpartition(".")[0] in called]
-
-
 def _check_calls(calls: list[Call], embedding: str, blocks: list[str], head: str, hf_config: Any) -> None:
     """Check that the forward is embedding, each block once and in order, head.
 

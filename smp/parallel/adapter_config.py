@@ -67,8 +67,14 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
         **theirs,
         "lora_target_modules": _targets(file, found.get("target_modules")),
         "lora_train_tokens": tuple(sorted(map(str, tokens))),
-        "lora_modules_to_save": tuple(sorted(found.get("modules_to_save") or ())),
+        "lora_modules_to_save": _modules(file, found.get("modules_to_save") or []),
     }
+
+
+def _modules(file: pathlib.Path, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise UserError(f"{file}: modules_to_save is {value!r}, and must be a list of the ends of modules' names")
+    return tuple(sorted(value))
 
 
 def token_indices(folder: pathlib.Path) -> dict[str | None, list[int]]:

@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Mapping, Set
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import nn
 
@@ -60,8 +59,8 @@ class GivenAdapter:
                 f"it was trained beside"
             )
 
-    def values(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor of the file.
+    def rule(self, key: str, shape: tuple[int, ...]) -> InitRule:
+        """Return the values of a parameter as its initial ones.
 
         Raises:
             UserError: it has another shape.
@@ -72,11 +71,7 @@ class GivenAdapter:
                 f"--adapter_path: {self._file}: {key} is {tuple(found.shape)}, and the model's is {shape}: it is an "
                 f"adapter of another model: give the one that it was trained beside"
             )
-        return found
-
-    def rule(self, key: str, shape: tuple[int, ...]) -> InitRule:
-        """Return the values of a parameter as its initial ones."""
-        return values_rule(self.values(key, shape))
+        return values_rule(found)
 
 
 def config_text(

@@ -111,15 +111,14 @@ def _pass(
             if into_bias is not None:
                 into_bias += slopes.sum(0, dtype=exact)
             slopes = slopes.to(tokens.dtype)
-            of_rows = None
             if rows is not None:
                 of_rows = slopes[:, how.places]
                 slopes[:, how.places] = 0
-            if into_rows is not None and of_rows is not None:
-                into_rows += of_rows.T @ tokens[here]
+                if into_rows is not None:
+                    into_rows += of_rows.T @ tokens[here]
             if into_tokens is not None:
                 torch.mm(slopes, weight, out=into_tokens[here])
-                if rows is not None and of_rows is not None:
+                if rows is not None:
                     into_tokens[here].addmm_(of_rows, rows)
             if into_weight is not None:
                 _add_product(into_weight, slopes, tokens[here])

@@ -31,22 +31,15 @@ def _is_tied(model: nn.Module, family: Family) -> bool:
 def token_layers(model: nn.Module, family: Family, config: Config) -> dict[str, tuple[int, ...]]:
     """Return the tokens whose rows are trained, in order, by the path of the module that has the parameter.
 
+    Of a module that is trained as it is, none.
+
     Raises:
-        UserError: an adapter has rows of another module, or others of a head than of the embedding that it is tied to.
+        UserError: all rows are trained anyway; or an adapter has rows of another module, or others of a head than of
+            the embedding that it is tied to.
     """
     if not config.lora_train_tokens:
         return {}
-    found = dict.fromkeys((family.embedding, family.head), config.token_ids)
-    if config.adapter_path is not None:
-        found, folder = {}, pathlib.Path(config.adapter_path).expanduser()
-        for name, ids in token_indices(folder).items():
-            path = next((p for p in (family.embedding, family.head) if name is None or p.endswith(name)), None)
-            if path is None:
-                raise UserError(
-                    f"{folder}: trainable_token_indices of {name}, and only {family.embedding} and {family.head} have "
-                    f"rows of tokens here: merge the adapter with peft's merge_and_unload"
-                )
-            found[path] = tuple(ids)
+    found = _layers_of_file(family, config) if config.adapter_path is not None else _both_layers(family, config)
     if _is_tied(model, family):
         head = found.pop(family.head, ())
         if head and head != found.get(family.embedding):
@@ -55,6 +48,27 @@ def token_layers(model: nn.Module, family: Family, config: Config) -> dict[str, 
                 f"to which it is tied: merge the adapter with peft's merge_and_unload"
             )
     return {path: ids for path, ids in found.items() if ids}
+
+
+def _both_layers(family: Family, config: Config) -> dict[str, tuple[int, ...]]:
+    saved = config.lora_modules_to_save
+    paths = [p for p in (family.embedding, family.head) if not any(p.endswith(name) for name in saved)]
+    if not paths:
+        raise UserError(f"--lora_modules_to_save {' '.join(saved)} trains all rows: leave --lora_train_tokens out")
+    return dict.fromkeys(paths, config.token_ids)
+
+
+def _layers_of_file(family: Family, config: Config) -> dict[str, tuple[int, ...]]:
+    folder, found = pathlib.Path(str(config.adapter_path)).expanduser(), {}
+    for name, ids in token_indices(folder).items():
+        path = next((p for p in (family.embedding, family.head) if name is None or p.endswith(name)), None)
+        if path is None:
+            raise UserError(
+                f"{folder}: trainable_token_indices of {name}, and only {family.embedding} and {family.head} have rows "
+                f"of tokens here: merge the adapter with peft's merge_and_unload"
+            )
+        found[path] = tuple(ids)
+    return found
 
 
 def saved_modules(model: nn.Module, family: Family, config: Config) -> dict[str, nn.Module]:
@@ -82,8 +96,6 @@ def saved_modules(model: nn.Module, family: Family, config: Config) -> dict[str,
                     f"{source} {name} has {path}, and embedding and head are tied, of which peft would train a copy: "
                     f"use --lora_train_tokens for some tokens, or a base model that does not tie them"
                 )
-            if path in token_layers(model, family, config):
-                raise UserError(f"{source} {name} trains all of {path}, and --lora_train_tokens rows of it: give one")
         found |= own
     return found
 

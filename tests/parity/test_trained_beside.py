@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import smp
 from smp.errors import UserError
 from smp.parallel import lora
 from tests.distributed import run_distributed
-from tests.parity.test_lora import Layout, check_layouts, our_name, peft_of
+from tests.parity.test_lora import Layout, check_layouts, our_name, peft, peft_of
 from tests.reference import VOCABULARY, build_reference, global_batch, relative
+from tests.tensor_parallel import whole
 
 TOKENS = [VOCABULARY - 1, 3, 47, 50]  # of both halves of the vocabulary
 BOTH = {"trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": TOKENS}}
@@ -57,13 +59,13 @@ def test_steps_and_files_are_those_of_peft(case, world_size, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_new_ones_begin_as_the_base_and_are_left_out_with_the_adapters(case, tmp_path):
     name, config = CASES[case]
-    if case in ("tokens of each", "tokens of the embedding", "both"):
+    if case in ("tokens of each", "tokens of the embedding"):
         return  # only peft's files have such
     base = build_reference(name, torch.float64)
     inputs, _ = global_batch(0)
     wanted = base(input_ids=inputs).logits
     modules = config.get("modules_to_save", ())
-    model = smp.lora(base, 2, train_tokens=() if modules else TOKENS, modules_to_save=modules)
+    model = smp.lora(base, 2, train_tokens=() if case == "modules" else TOKENS, modules_to_save=modules)
     assert relative(model(input_ids=inputs).logits - wanted, wanted) <= 1e-12
     trained = {key for key, p in model.named_parameters() if p.requires_grad and ".lora_" not in key}
     peft_model = peft_of(build_reference(name, torch.float64), **config)
@@ -77,13 +79,33 @@ def test_new_ones_begin_as_the_base_and_are_left_out_with_the_adapters(case, tmp
             assert relative(model(input_ids=inputs).logits - wanted, wanted) <= 1e-12
 
 
+def script(folder):
+    """What a script's model computes is what peft's does, and what it exports is what it has read."""
+    smp.init(tensor_parallel_degree=2)
+    model = smp.parallelize(smp.lora(build_reference("llama_gqa", torch.float64), adapter_path=folder / "adapter"))
+    theirs = peft.PeftModel.from_pretrained(build_reference("llama_gqa", torch.float64), folder / "adapter")
+    inputs, _ = global_batch(0)
+    wanted = theirs(input_ids=inputs).logits
+    assert relative(whole(model(input_ids=inputs).logits) - wanted, wanted) <= 1e-9
+    smp.export_hf(model, folder / "again")
+    again, first = (load_file(folder / name / "adapter_model.safetensors") for name in ("again", "adapter"))
+    assert again.keys() == first.keys() and all(torch.equal(again[key], first[key]) for key in first)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_trains_them_too(tmp_path):
+    save("llama_gqa", tmp_path, **CASES["both"][1])
+    run_distributed(script, tmp_path, world_size=2)
+
+
 @pytest.mark.parametrize(("name", "words", "sentence"), [
     ("llama_gqa", {"train_tokens": [VOCABULARY]}, "--lora_train_tokens 96 is not below the model's vocabulary of 96"),
     ("llama_gqa", {"modules_to_save": ["lm_hed"]}, "--lora_modules_to_save lm_hed is the end of no name of a module"),
     ("llama_gqa", {"modules_to_save": ["q_proj"]}, "has model.layers.0.self_attn.q_proj, a linear layer of the blocks"),
     ("llama_gqa", {"modules_to_save": ["mlp"]}, "has model.layers.0.mlp, a linear layer of the blocks or a module"),
     ("llama_tied", {"modules_to_save": ["lm_head"]}, "embedding and head are tied, of which peft would train a copy"),
-    ("llama_gqa", {"modules_to_save": ["lm_head"], "train_tokens": [1]}, "trains all of lm_head, and --lora_train_"),
+    ("llama_gqa", {"modules_to_save": ["lm_head", "embed_tokens"], "train_tokens": [1]}, "trains all rows: leave"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_so_is_refused(name, words, sentence):
     with pytest.raises(UserError, match=sentence):
