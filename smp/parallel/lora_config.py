@@ -6,7 +6,7 @@ import dataclasses
 import math
 import pathlib
 
-from smp.config import AUTO, Section, setting
+from smp.config import AUTO, Section, flag_text, setting
 from smp.errors import UserError
 from smp.parallel.adapter_config import ALL_LINEAR, read_settings
 
@@ -87,5 +87,6 @@ def _read_config(config: Config, folder: pathlib.Path) -> Config:
         own = getattr(config, name)
         asked = tuple(sorted(own)) if isinstance(own, tuple) else own
         if asked not in (defaults[name], value):
-            raise UserError(f"--{name} {own} is not that of --adapter_path {folder}, {value}: leave it out")
+            given, its = flag_text(own), flag_text(value) or "none"
+            raise UserError(f"--{name} {given} is not that of --adapter_path {folder}, {its}: leave it out")
     return dataclasses.replace(config, **theirs)
