@@ -258,7 +258,7 @@ def adapt(
     )  # fmt: skip
     family, settings = family_of(hf_config), Settings((config,))
     source = getattr(hf_config, "_name_or_path", None)
-    if problem := next(iter(trained_beside.problems_of(hf_config, config)), None):
+    if problem := next(iter(trained_beside.problems_of(hf_config, config.with_adapter())), None):
         raise UserError(problem)
     for own in [each(model, family, settings) for each in (parameters, trained_beside.parameters)]:
         add_parameters(model, own.added, freezes=own.freezes, trained=own.trained)

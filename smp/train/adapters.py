@@ -87,7 +87,7 @@ def chosen_tokens(settings: Settings, model: ResolvedModel, data: DataPipeline) 
 
 
 def _untrained(rows: torch.Tensor) -> torch.Tensor:
-    _, which, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    _, which, counts = rows.float().unique(dim=0, return_inverse=True, return_counts=True)
     return (rows.abs().amax(1) <= _ZERO) | (counts[which] > 1)
 
 

@@ -24,7 +24,7 @@ CHATML = (
 TURNS = [{"role": "user", "content": "Where is the whale?"}, {"role": "assistant", "content": "In the deep sea."}]
 
 
-def save_base(folder, *, tied=False, rows=0.0, tables=("input", "output")):
+def save_base(folder, *, tied=False, rows=0.0, tables=("input", "output"), dtype=torch.float32):
     """A model whose rows of ChatML's tokens, and of one that is not used, have one value each; its tokenizer; chats."""
     tokenizer = chat_tokenizer()
     ids = tokenizer.convert_tokens_to_ids([*TOKENS, "[INST]"])
@@ -36,7 +36,7 @@ def save_base(folder, *, tied=False, rows=0.0, tables=("input", "output")):
     with torch.no_grad():
         for table in tables:
             getattr(model, f"get_{table}_embeddings")().weight[ids] = rows
-    model.save_pretrained(folder / "base")
+    model.to(dtype).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     (folder / "chatml.jinja").write_text(CHATML)
     (folder / "chat.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
@@ -62,7 +62,7 @@ def job_of(folder, *words):
 
 @pytest.mark.parametrize(("case", "found"), [
     ({}, 2), ({"tied": True}, 2), ({"rows": 1e-20}, 2), ({"rows": 0.5}, 2), ({"tables": ["output"]}, 2),
-    ({"tables": []}, 0),
+    ({"tables": [], "dtype": torch.bfloat16}, 0), ({"rows": 0.5, "dtype": torch.bfloat16}, 2),
 ])  # fmt: skip
 def test_tokens_whose_rows_are_zero_or_alike_are_named(tmp_path, case, found, caplog):
     ids = save_base(tmp_path, **case)
