@@ -177,6 +177,8 @@ def _plain_values(section: Section) -> dict[str, Any]:
 
 def flag_text(value: Any) -> str:
     """Format a value as the command line takes it."""
+    if isinstance(value, tuple):
+        return " ".join(map(flag_text, value))
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 

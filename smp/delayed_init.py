@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from smp.errors import UserError
-from smp.models.added import Encoded, added_parameters, encoded_parameters
+from smp.models.added import Encoded, added_parameters, encoded_parameters, trained_parameters
 from smp.models.file_names import parameters_of
-from smp.models.init_rules import InitRule
+from smp.models.init_rules import InitRule, Step
 
 BLOCK = 1 << 16
 
@@ -144,11 +144,17 @@ def initialize_(model: nn.Module, rules: Callable[[str], InitRule], *, seed: int
     Raises:
         UserError: a parameter has no rule, or is still on the meta device; the text names it.
     """
-    encoded = encoded_parameters(model)
-    for name, parameter in parameters_of(model).items():
+    encoded, parameters = encoded_parameters(model), parameters_of(model)
+    for name, parameter in parameters.items():
         if parameter.is_meta:
             raise UserError(f"parameter {name} was left on the meta device, without values: allocate it first")
-        if (how := encoded.get(name)) is None:
+        if (of := rules(name).rows_of) is not None:
+            source, rows = of
+            drawn = torch.empty(parameter.shape)
+            for row, values in zip(rows, drawn, strict=True):
+                _fill(values, parameters[source].shape, (row, 0), rules(source), seed=seed, name=source)
+            initialize_parameter_(parameter, values_rule(drawn), seed=seed, name=name)
+        elif (how := encoded.get(name)) is None:
             initialize_parameter_(parameter, rules(name), seed=seed, name=name)
         else:
             weight = torch.empty(how.shape)
@@ -173,11 +179,22 @@ def initialize_parameter_(parameter: torch.Tensor, rule: InitRule, *, seed: int,
         name: its qualified name in the model, on which its values depend.
     """
     local, offsets = local_part(parameter)
-    if not local.numel():
-        return
-    flat = local.view(-1)
+    if local.numel():
+        _fill(local, parameter.shape, offsets, rule, seed=seed, name=name)
+
+
+def values_rule(values: torch.Tensor) -> InitRule:
+    """Return the rule of a parameter that begins with these values."""
+    return InitRule((Step(0, values.numel(), "copy", values=values.flatten()),))
+
+
+def _fill(
+    part: torch.Tensor, shape: torch.Size, offsets: tuple[int, ...], rule: InitRule, *, seed: int, name: str
+) -> None:
+    """Give the values of a parameter's box at ``offsets`` to ``part``, contiguous, with all or the last of its axes."""
+    flat, sizes = part.view(-1), (1,) * (len(shape) - part.dim()) + tuple(part.shape)
     filled = 0
-    for start, length in _contiguous_runs(parameter.shape, offsets, tuple(local.shape)):
+    for start, length in _contiguous_runs(shape, offsets, sizes):
         end = start + length
         while start < end:
             block, inside = divmod(start, BLOCK)
@@ -186,11 +203,21 @@ def initialize_parameter_(parameter: torch.Tensor, rule: InitRule, *, seed: int,
             start, filled = start + count, filled + count
 
 
+@torch.no_grad()
 def fill_added_(model: nn.Module, *, seed: int) -> None:
-    """Give the parameters that techniques have added their initial values; each rank fills only its shard."""
-    own, parameters = added_parameters(model), parameters_of(model)
-    for name, each in own.items():
-        initialize_parameter_(parameters[name], each.initial, seed=seed, name=name)
+    """Give the parameters that techniques have added, or trained from other values, their initial ones.
+
+    Each rank fills only its shard. Rows of a matrix that is sharded by now have been read with it.
+    """
+    parameters = parameters_of(model)
+    for name, each in added_parameters(model).items():
+        if each.initial.rows_of is None:
+            initialize_parameter_(parameters[name], each.initial, seed=seed, name=name)
+        elif not isinstance(source := parameters[each.initial.rows_of[0]], DTensor):
+            parameters[name].copy_(source[list(each.initial.rows_of[1])])
+    for name, each in trained_parameters(model).items():
+        if each.initial.steps:
+            initialize_parameter_(parameters[name], each.initial, seed=seed, name=name)
     _block_values.cache_clear()
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from smp.delayed_init import fill_encoded_, local_part
+from smp.delayed_init import fill_encoded_, initialize_parameter_, local_part, values_rule
 from smp.errors import ConfigError, UserError
 from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
@@ -153,6 +153,24 @@ def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> 
     return plan
 
 
+def read_rows(weights: pathlib.Path, family: Family, name: str, rows: Sequence[int]) -> torch.Tensor | None:
+    """Return rows of a matrix in the files, ``(rows, columns)``, by its name in the model; None: they have none."""
+    for key, file in weight_map(weights).items():
+        found = family.file_names.module_key(key)
+        if name in (found, f"{family.base}.{found}"):
+            return _rows((key, file), rows)
+    return None
+
+
+def _rows(entry: _Entry, rows: Sequence[int]) -> torch.Tensor:
+    from safetensors import safe_open
+
+    key, file = entry
+    with safe_open(file, framework="pt") as content:
+        matrix = content.get_slice(key)
+        return torch.cat([matrix[row : row + 1] for row in rows])
+
+
 @torch.no_grad()
 def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> None:
     """Fill every parameter, but those that techniques add, and saved buffer from a Hugging Face checkpoint, in place.
@@ -174,8 +192,12 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
     unallocated = [name for name, tensor in tensors.items() if tensor.is_meta]
     if unallocated:
         raise UserError(f"parameter {unallocated[0]} is on the meta device: allocate it before loading weights")
-    encoded = encoded_parameters(model)
-    for name, (key, file) in find_tensors(model, weights, hf_config=hf_config).items():
+    encoded, found = encoded_parameters(model), find_tensors(model, weights, hf_config=hf_config)
+    for name, each in added_parameters(model).items():
+        if each.initial.rows_of is not None:
+            source, rows = each.initial.rows_of
+            initialize_parameter_(tensors[name], values_rule(_rows(found[source], rows)), seed=0, name=name)
+    for name, (key, file) in found.items():
         if name in encoded:
             with safe_open(file, framework="pt") as content:
                 fill_encoded_(tensors[name], encoded[name], content.get_tensor(key))

@@ -16,7 +16,7 @@ from smp.checkpoint.safetensors_io import bytes_of, new_digest, shown
 from smp.errors import UserError
 from smp.faults.agreement import together
 from smp.log import get_logger
-from smp.models.added import apart_of, base_of, encoded_parameters, left_out
+from smp.models.added import added_parameters, base_of, encoded_parameters, files_apart, left_out
 from smp.models.file_names import parameters_of
 from smp.models.full_digest import FullDigest
 from smp.models.weight_files import digest_of
@@ -36,7 +36,7 @@ def with_base(entry: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         UserError: on every rank; as :func:`digest_together`.
     """
     full, frozen = digest_together(model), frozen_digest(model)
-    base, apart = base_of(model), apart_of(model)
+    base, apart = base_of(model), files_apart(added_parameters(model).values())
     if base is not None:
         entry = {**entry, "base": base.digest, "weights": base.weights}
         if full is not None:

@@ -22,7 +22,7 @@ from smp.checkpoint.outputs import MARKER, beside, marker_of, marker_text, refus
 from smp.checkpoint.safetensors_io import Piece, reason, sync, write_tensors
 from smp.errors import RunError, UserError
 from smp.faults.lock import locked
-from smp.models.added import AddedParameter, added_parameters, files_of, left_out
+from smp.models.added import AddedParameter, added_parameters, files_apart, files_of, left_out, trained_parameters
 from smp.models.family import Family
 from smp.models.file_names import buffers_of, parameters_of
 from smp.models.registry import family_of
@@ -271,7 +271,7 @@ def export_hf(
         require_model("smp.export_hf", model, changes=False)
     if isinstance(model, nn.Module):
         reshard(model)  # a gathered parameter is in the dtype of the computation
-        added, left = added_parameters(model), left_out(model)
+        added, left = {**added_parameters(model), **trained_parameters(model)}, left_out(model)
         everything = {**parameters_of(model), **dict(buffers_of(model))}
         parameters: Mapping[str, torch.Tensor] = {n: tensor for n, tensor in everything.items() if n not in left}
         hf_config = model.config if hf_config is None else hf_config
@@ -306,8 +306,8 @@ def export_hf(
                 partial, hf_config, family,
                 generation=generation, dtype=stored, with_model=with_model, copied=copied,
             )  # fmt: skip
-            for each in {p.apart.file: p.apart for p in added.values() if p.apart is not None}.values():
-                for name, text in each.beside.items():
+            for texts in files_apart(added.values()).values():
+                for name, text in texts.items():
                     (partial / name).write_text(text, encoding="utf-8")
             if chat_template is not None:
                 (partial / _CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,14 @@ from torch import nn
 
 from smp.checkpoint.hf_export import full_tensor
 from smp.config import Settings
-from smp.models.added import added_parameters, base_of, encoded_parameters
+from smp.models.added import added_parameters, base_of, encoded_parameters, trained_parameters
 from smp.models.file_names import buffers_of
+from smp.models.registry import family_of
 from smp.parallel import nf4
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora import Adapter, Config
+from smp.parallel.token_rows import ROWS
+from smp.parallel.trained_beside import token_layers
 from smp.pretrained import find_tensors
 
 Read = Callable[[str], torch.Tensor]
@@ -29,6 +32,7 @@ def merged(model: nn.Module, settings: Settings) -> tuple[dict[str, torch.Tensor
     the computation, or in 4 bits.
     """
     added, encoded, base = added_parameters(model), encoded_parameters(model), base_of(model)
+    config, trained = settings[Config].with_adapter(), trained_parameters(model)
     tensors = {**dict(model.named_parameters()), **dict(buffers_of(model))}
     dtype = tensors[next(iter(added))].dtype
 
@@ -38,14 +42,16 @@ def merged(model: nn.Module, settings: Settings) -> tuple[dict[str, torch.Tensor
 
     read: Read = gathered
     if base is not None:
-        read = reader_of(model, pathlib.Path(base.weights), dtype, encoded, gathered)
+        of_files = reader_of(model, pathlib.Path(base.weights), dtype, encoded, gathered)
+        read = lambda name: gathered(name) if name in trained else of_files(name)  # noqa: E731
     shapes = {name: encoded[name].shape if name in encoded else tensor.shape for name, tensor in tensors.items()}
     own = {
         name: stored(torch.empty(shapes[name], dtype=tensor.dtype, device="meta"), dtype)
         for name, tensor in tensors.items()
         if name not in added
     }
-    return own, merging(model, added, settings[Config].with_adapter().scale, read)
+    tokens = token_layers(model, family_of(model.config), config)
+    return own, merging(model, added, config.scale, read, tokens)
 
 
 def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -80,16 +86,22 @@ def reader_of(
     return read
 
 
-def merging(model: nn.Module, factors: Container[str], scale: float, read: Read) -> Read:
-    """Return what makes a weight with its adapter added.
+def merging(
+    model: nn.Module, factors: Container[str], scale: float, read: Read, tokens: Mapping[str, Sequence[int]]
+) -> Read:
+    """Return what makes a weight with its adapter added, or with its trained rows.
 
     Args:
         model: has the layers, on any device.
-        read: returns all of a weight or factor by name.
+        read: returns all of a weight, factor or matrix of rows by name.
+        tokens: of the trained rows, in order, by the path of the module.
     """
 
     def read_merged(name: str) -> torch.Tensor:
         weight, path = read(name), name.removesuffix(".weight")
+        if path in tokens:
+            rows = read(f"{path}.{ROWS}").to(weight.device)
+            return weight.index_copy(0, torch.tensor(tokens[path], device=weight.device), rows)
         if f"{path}.lora_A" not in factors:
             return weight
         a, b = (read(f"{path}.{factor}").to(weight.device) for factor in Adapter.own)

@@ -10,7 +10,7 @@ from torch import nn
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.remote import RemoteCheckpoint
 from smp.errors import UserError
-from smp.models.added import apart_of
+from smp.models.added import added_parameters, files_apart
 from smp.models.hf_values import changed_config, is_dropout
 from smp.parallel.adapter_config import saved_settings
 
@@ -57,9 +57,16 @@ def adapter_settings(path: Path | RemoteCheckpoint, model: dict[str, Any]) -> di
                         f"one") from error  # fmt: skip
 
 
+def _settings_of(model: nn.Module) -> dict[str, Any] | None:
+    return saved_settings({"apart": files_apart(added_parameters(model).values())})
+
+
 def check_adapters(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
     """Raise a UserError for adapters that are scaled otherwise than the model's."""
-    theirs, mine = adapter_settings(path, manifest.model), saved_settings({"apart": apart_of(model)})
+    theirs, mine = (
+        adapter_settings(path, manifest.model),
+        _settings_of(model),
+    )
     if theirs is None or mine is None:
         return
     if found := [f"{name} {theirs[name]} there, {mine[name]} here" for name in SCALES if theirs[name] != mine[name]]:
@@ -73,7 +80,10 @@ def changes_in_training(path: Path | RemoteCheckpoint, manifest: Manifest, model
     """Return what a model has otherwise than the saved one and only training reads, as ``key before -> now``."""
     config = getattr(model, "config", None)
     found = changed_config(manifest.model["config"], config) if hasattr(config, "to_json_string") else {}
-    theirs, mine = adapter_settings(path, manifest.model), saved_settings({"apart": apart_of(model)})
+    theirs, mine = (
+        adapter_settings(path, manifest.model),
+        _settings_of(model),
+    )
     if theirs is not None and mine is not None and theirs["lora_dropout"] != mine["lora_dropout"]:
         found["lora_dropout"] = (theirs["lora_dropout"], mine["lora_dropout"])
     return [f"{key} {before} -> {now}" for key, (before, now) in found.items() if is_dropout(key)]

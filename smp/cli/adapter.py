@@ -16,13 +16,17 @@ from smp.checkpoint.manifest import Manifest, TensorEntry
 from smp.cli.find import refuse_links_out
 from smp.cli.output import shown
 from smp.errors import UserError
+from smp.json_input import strict_json
 from smp.models.added import AddedParameter, Apart
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
 from smp.models.weight_files import ADAPTER_CONFIG, directory_of, weight_map
 from smp.parallel.adapter_config import saved_settings
+from smp.parallel.adapter_files import PREFIX
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora import WEIGHTS, Adapter, Config, linear_layers
+from smp.parallel.token_rows import ROWS
+from smp.parallel.trained_beside import ROWS_KEY
 
 MODEL = "model."
 
@@ -34,7 +38,9 @@ class SavedAdapter:
     Attributes:
         config: as peft writes it, JSON.
         scale: of the factors' product.
-        factors: their tensors by qualified name.
+        factors: their tensors by qualified name, with trained rows of the embedding and the head.
+        modules: the model's own parameters that are trained beside them.
+        tokens: of the trained rows, in order, by the path of the module.
         is_quantised: whether they were trained beside weights in 4 bits.
     """
 
@@ -42,11 +48,13 @@ class SavedAdapter:
     config: str
     scale: float
     factors: Mapping[str, TensorEntry]
+    modules: Mapping[str, TensorEntry]
+    tokens: Mapping[str, list[int]]
     is_quantised: bool
 
     @property
     def saved(self) -> set[str]:
-        """Names of the factors in the checkpoint."""
+        """Names of the factors and rows in the checkpoint."""
         return {MODEL + name for name in self.factors}
 
     @property
@@ -57,11 +65,14 @@ class SavedAdapter:
     def alone(self) -> tuple[dict[str, torch.Tensor], dict[str, AddedParameter]]:
         """Return the factors on the meta device, and where they are exported to."""
         apart, added = Apart(WEIGHTS, {ADAPTER_CONFIG: self.config}), {}
-        for name, entry in self.factors.items():
-            module, _, factor = name.rpartition(".")
-            key = f"base_model.model.{name}.weight"
-            added[name] = AddedParameter(module, factor, entry.shape, key=key, apart=apart)
-        return {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in self.factors.items()}, added
+        exported = {**self.factors, **self.modules}
+        for name, entry in exported.items():
+            module, _, own = name.rpartition(".")
+            key = f"{PREFIX}{name}" if name in self.modules else f"{PREFIX}{name}.weight"
+            if own == ROWS:
+                key = f"{PREFIX}{module}.{ROWS_KEY}"
+            added[name] = AddedParameter(module, own, entry.shape, key=key, apart=apart)
+        return {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in exported.items()}, added
 
     def merged(self, hf_config: Any, weights: Path | None, read: Read) -> tuple[dict[str, torch.Tensor], Read]:
         """Return the model's parameters on the meta device, and what makes one with its adapter added.
@@ -79,25 +90,36 @@ class SavedAdapter:
         self._check(model)
         if weights is not None:
             layers = linear_layers(model, family_of(hf_config)) if self.is_quantised else {}
-            read = reader_of(model, weights, self.dtype, {f"{path}.weight" for path in layers}, read)
+            own, quantised = read, {f"{path}.weight" for path in layers}
+            of_files = reader_of(model, weights, self.dtype, quantised, read)
+            read = lambda name: own(name) if name in self.modules else of_files(name)  # noqa: E731
         tensors = {**dict(model.named_parameters()), **dict(buffers_of(model))}
         parameters = {name: stored(tensor, self.dtype) for name, tensor in tensors.items()}
-        return parameters, merging(model, self.factors, self.scale, lambda name: stored(read(name), self.dtype))
+        read_stored = lambda name: stored(read(name), self.dtype)  # noqa: E731
+        return parameters, merging(model, self.factors, self.scale, read_stored, self.tokens)
 
     def _check(self, model: torch.nn.Module) -> None:
         modules = dict(model.named_modules())
-        for name in self.factors:
-            path = name.rpartition(".")[0]
+        for name, entry in self.factors.items():
+            path, _, own = name.rpartition(".")
+            if own == ROWS:
+                weight = getattr(modules.get(path), "weight", None)
+                if weight is None or entry.shape != (len(self.tokens.get(path, ())), *weight.shape[1:]):
+                    raise self._misfit(name)
+                continue
             a, b = (self.factors.get(f"{path}.{factor}") for factor in Adapter.own)
             layer: Any = modules.get(path)
             found = None if a is None or b is None or a.shape[:1] != b.shape[1:] else (*b.shape[:1], *a.shape[1:])
             weight = getattr(layer, "weight", None)
             expected = None if weight is None else tuple(weight.shape)
             if found is None or found != (expected[::-1] if expected and is_transposed(layer) else expected):
-                raise UserError(
-                    f"checkpoint {self.path} does not contain the adapters of the model it describes: {shown(name)} "
-                    f"fits no layer of it"
-                )
+                raise self._misfit(name)
+
+    def _misfit(self, name: str) -> UserError:
+        return UserError(
+            f"checkpoint {self.path} does not contain the adapters of the model it describes: {shown(name)} fits no "
+            f"layer of it"
+        )
 
 
 def adapter_of(path: Path | str, manifest: Manifest) -> SavedAdapter | None:
@@ -107,7 +129,7 @@ def adapter_of(path: Path | str, manifest: Manifest) -> SavedAdapter | None:
         UserError: it does not say what they are.
     """
     saved = {name.removeprefix(MODEL): entry for name, entry in manifest.tensors.items() if name.startswith(MODEL)}
-    factors = {name: entry for name, entry in saved.items() if name.rpartition(".")[2] in Adapter.own}
+    factors = {name: entry for name, entry in saved.items() if name.rpartition(".")[2] in {*Adapter.own, ROWS}}
     if not factors:
         return None
     try:
@@ -115,12 +137,26 @@ def adapter_of(path: Path | str, manifest: Manifest) -> SavedAdapter | None:
         settings = Config(**(saved_settings(manifest.model) or {}))
         if not math.isfinite(scale := settings.scale):
             raise ValueError(f"a scale of {scale}")
+        modules, tokens = _beside(strict_json(text.encode()), saved, factors)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(
             f"checkpoint {path} does not say how its adapters are scaled ({error}): resume it, and the run exports "
             f"them when it ends"
         ) from error
-    return SavedAdapter(path, text, scale, factors, str(manifest.model.get("base")).startswith(NF4))
+    is_quantised = str(manifest.model.get("base")).startswith(NF4)
+    return SavedAdapter(path, text, scale, factors, modules, tokens, is_quantised)
+
+
+def _beside(
+    config: Mapping[str, Any], saved: Mapping[str, TensorEntry], factors: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], dict[str, list[int]]]:
+    """Return the modules that are trained beside the factors, and the tokens of rows by the path of their module."""
+    names = tuple(f"{name}." for name in config.get("modules_to_save") or ())
+    modules = {n: entry for n, entry in saved.items() if n not in factors and any(name in n for name in names)}
+    indices = config.get("trainable_token_indices") or {}
+    if isinstance(indices, list):  # of the embedding, and of the head that is tied to it
+        indices = {name.rpartition(".")[0]: indices for name in factors if name.endswith(f".{ROWS}")}
+    return modules, {path: list(map(int, ids)) for path, ids in indices.items()}
 
 
 def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | None:

@@ -33,6 +33,7 @@ from smp.log import say
 from smp.microbatch import Microbatch
 
 LOOKED_UP_AT_ONCE = 1024
+LOOKED_AT = 1 << 20  # tokens, for those that are used
 FEWEST_WORKERS_ALLOWED = 8
 NOT_SHARED = 3  # exit status of a data worker
 WORKER_END_SECONDS = 0.2  # from the first sign of a worker's end to its status
@@ -200,6 +201,12 @@ class DataPipeline:
     def keys(self) -> Tensor:
         """Return a hash of the tokens and labels of each conversation or pair, in the order of packing."""
         return torch.from_numpy(cast(PackedSamples, self._microbatches.source).keys)
+
+    def tokens_used(self) -> np.ndarray:
+        """Return the ids that the first rows have, of some million tokens, ascending."""
+        source = self._microbatches.source
+        rows = source.rows(np.arange(min(len(source), -(-LOOKED_AT // self._batch.sequence_length))))
+        return np.unique(np.concatenate([row.tokens for row in rows]))
 
     def attach(self, reference: Tensor) -> None:
         """Let the micro-batches from the next iteration on have the ``reference`` of their pairs, ``(pairs, 2)``."""

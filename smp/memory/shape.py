@@ -12,6 +12,8 @@ import torch
 from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.environment.malloc import unused_heap
 from smp.mesh import Mesh
+from smp.models.added import added_parameters
+from smp.models.family import Family
 from smp.models.model_config import ResolvedModel
 from smp.models.projection import projection_size
 from smp.models.registry import build_model
@@ -49,6 +51,7 @@ class ModelShape:
     saved: tuple[int, int] | None = None  # bytes that a block saves of each token, in bf16 and fp32; None: by formula
     sizes: tuple[int, ...] = ()  # elements of each parameter; tied ones once
     frozen_but: Trained | None = None  # None: all are trained
+    own_trained: Trained = Trained(0, 0, 0, 0)  # of those, the model's own, which tensor parallelism splits
     linear: int = 0  # weights of a block's linear layers
 
     def unit_sizes(self, tp: int) -> Trained:
@@ -57,8 +60,11 @@ class ModelShape:
         return Trained(*(self.of_rank(count, blocks, tp) for count, blocks in of_blocks))
 
     def trained(self, tp: int) -> Trained:
-        """Count a tensor-parallel rank's parameters that are trained, of which all may be its own."""
-        return self.unit_sizes(tp) if self.frozen_but is None else self.frozen_but
+        """Count a tensor-parallel rank's parameters that are trained; it may have all of those that are added."""
+        if self.frozen_but is None:
+            return self.unit_sizes(tp)
+        counts = zip(self.frozen_but, self.own_trained, strict=True)
+        return Trained(*(count - own + -(-own // tp) for count, own in counts))
 
     def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
         """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
@@ -199,6 +205,13 @@ def _is_gated(block: torch.nn.Module, width: int) -> bool:
     return outputs.count(width) > 1 or 2 * width in outputs
 
 
+def _trained(model: torch.nn.Module, family: Family, counted: Callable[[torch.nn.Parameter], bool]) -> Trained:
+    """Count some of the parameters."""
+    parts = [model, model.get_submodule(family.embedding), *model.get_submodule(family.blocks).children()]
+    found, table, *blocks = (sum(p.numel() for p in part.parameters() if counted(p)) for part in parts)
+    return Trained(found, table, found - table - sum(blocks), max(blocks))
+
+
 def model_shape(model: ResolvedModel, add: Callable[[torch.nn.Module], None] = lambda model: None) -> ModelShape:
     """Count the parameters of a model on the meta device.
 
@@ -224,10 +237,11 @@ def model_shape(model: ResolvedModel, add: Callable[[torch.nn.Module], None] = l
     heads = getattr(config, "num_attention_heads", None) or 1  # recurrent models have none
     key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    trained = [count(each, trained=True) for each in (built, built.get_submodule(family.embedding), *blocks)]
-    frozen_but = None
-    if trained[0] < total:
-        frozen_but = Trained(trained[0], trained[1], trained[0] - trained[1] - sum(trained[2:]), max(trained[2:]))
+    frozen_but, own_trained = None, Trained(0, 0, 0, 0)
+    if count(built, trained=True) < total:
+        added = {id(built.get_parameter(name)) for name in added_parameters(built)}
+        frozen_but = _trained(built, family, lambda p: p.requires_grad)
+        own_trained = _trained(built, family, lambda p: p.requires_grad and id(p) not in added)
     return ModelShape(
         parameters=total,
         largest_unit=max(table, max(block_counts), total - table - sum(block_counts)),
@@ -245,6 +259,7 @@ def model_shape(model: ResolvedModel, add: Callable[[torch.nn.Module], None] = l
         saved=(saved[0], saved[1]) if saved[0] and saved[1] else None,
         sizes=tuple(p.numel() for p in built.parameters()),
         frozen_but=frozen_but,
+        own_trained=own_trained,
         linear=sum(linears),
     )
 

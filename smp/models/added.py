@@ -18,7 +18,7 @@ from smp.models.init_rules import InitRule
 from smp.models.weight_files import digest_of
 
 _ADDED, _FROZEN, _BASE, _ENCODED = "_smp_added", "_smp_frozen", "_smp_base", "_smp_encoded"
-_FILES = "_smp_files"
+_FILES, _TRAINED = "_smp_files", "_smp_trained"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +88,15 @@ class Base(NamedTuple):
     full: FullDigest
 
 
-def add_parameters(model: nn.Module, parameters: Iterable[AddedParameter], *, freezes: bool) -> None:
+def add_parameters(
+    model: nn.Module, parameters: Iterable[AddedParameter], *, freezes: bool, trained: Iterable[AddedParameter] = ()
+) -> None:
     """Register parameters, without values, in the dtype and on the device of the model's.
 
     Args:
         freezes: none of the model's others is trained.
+        trained: of the model itself, that are trained though the others are frozen; with steps, they get initial values
+            that are not the weights' own.
     """
     like, added = next(model.parameters()), dict(added_parameters(model))
     if freezes:
@@ -105,6 +109,11 @@ def add_parameters(model: nn.Module, parameters: Iterable[AddedParameter], *, fr
         model.get_submodule(each.module).register_parameter(each.name, nn.Parameter(values))
         added[each.path] = each
     setattr(model, _ADDED, added)
+    if kept := {each.path: each for each in trained}:
+        setattr(model, _TRAINED, kept)
+        setattr(model, _FROZEN, getattr(model, _FROZEN) - kept.keys())
+        for name in kept:
+            model.get_parameter(name).requires_grad_(True)
 
 
 def added_parameters(model: nn.Module) -> Mapping[str, AddedParameter]:
@@ -112,9 +121,18 @@ def added_parameters(model: nn.Module) -> Mapping[str, AddedParameter]:
     return getattr(model, _ADDED, {})
 
 
-def apart_of(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return the files beside the model's weights that added parameters go to, each with those that belong to it."""
-    return {each.apart.file: dict(each.apart.beside) for each in added_parameters(model).values() if each.apart}
+def files_apart(parameters: Iterable[AddedParameter]) -> dict[str, dict[str, str]]:
+    """Return the texts of the files beside each file that parameters are exported to, by names."""
+    found: dict[str, dict[str, str]] = {}
+    for each in parameters:
+        if each.apart is not None:
+            found.setdefault(each.apart.file, {}).update(each.apart.beside)
+    return found
+
+
+def trained_parameters(model: nn.Module) -> Mapping[str, AddedParameter]:
+    """Return by qualified name the model's own parameters that are trained though the others are frozen."""
+    return getattr(model, _TRAINED, {})
 
 
 def is_frozen(model: nn.Module) -> bool:

@@ -232,6 +232,13 @@ def _logits(model: nn.Module) -> LogitTransform | None:
         return None
 
 
+def _linear_layers(model: nn.Module, blocks: list[str]) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Return the linear layers of blocks by path, and the modules around them."""
+    modules = {f"{block}.{path}": m for block in blocks for path, m in model.get_submodule(block).named_modules()}
+    layers: dict[str, nn.Module] = {path: module for path, module in modules.items() if isinstance(module, nn.Linear)}
+    return layers, {path: model.get_submodule(path) for path in {path.rpartition(".")[0] for path in layers}}
+
+
 def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
     """Derive the family of a causal language model.
 
@@ -261,7 +268,10 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
         if next(module.parameters(recurse=False), None) is not None
         and not any(path == other or path.startswith(f"{other}.") for other in own)
     }
-    calls = trace(model, {path: model.get_submodule(path) for path in own} | rest, hf_config)
+    layers, around = _linear_layers(model, block_paths)
+    watched = {path: model.get_submodule(path) for path in own} | rest
+    all_calls = trace(model, layers | around | watched, hf_config)
+    calls, called = [call for call in all_calls if call.path in watched], {call.path for call in all_calls}
     _check_calls(calls, embedding, block_paths, head, hf_config)
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""  # type: ignore[arg-type]
     why = ""
@@ -284,4 +294,5 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
         full_sequence_embedding=True,
         logits=_logits(model),
         file_names=file_names_of(model),
+        uncalled=tuple(p for p in layers if p not in called and p.rpartition(".")[0] in called),
     )

@@ -68,6 +68,7 @@ class Family:
             block of all tokens, as where positions are added to the embedding; else of its own tokens.
         logits: what becomes of the head's outputs; None: it is found by the model's forward, for a loss in chunks.
         file_names: names of parameters in files, where they differ from the model's.
+        uncalled: paths of linear layers that no forward calls, as the module around them reads their weights itself.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Family:
     full_sequence_embedding: bool = False
     logits: LogitTransform | None = None
     file_names: FileNames = FileNames()
+    uncalled: tuple[str, ...] = ()
 
 
 def tensor_parallel_problems(family: Family, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:

@@ -46,10 +46,15 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InitRule:
-    """How a parameter gets its initial values: the steps in order, or why they cannot be taken part by part."""
+    """How a parameter gets its initial values: the steps in order, or why they cannot be taken part by part.
+
+    Attributes:
+        rows_of: name of a matrix of the model, and the rows of it that the initial values are, in place of steps.
+    """
 
     steps: tuple[Step, ...] = ()
     refusal: str = ""
+    rows_of: tuple[str, tuple[int, ...]] | None = None
 
     def block(self, first: int, size: int, generator: torch.Generator) -> torch.Tensor:
         """Return the values of the elements from ``first``, fp32, ``(size,)``; random ones are drawn in full."""

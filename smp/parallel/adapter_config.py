@@ -14,7 +14,10 @@ from smp.models.weight_files import ADAPTER_CONFIG
 
 WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-_OBEYED = {"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"}
+_OBEYED = {
+    "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "trainable_token_indices",
+    "modules_to_save",
+}  # fmt: skip
 # What says where an adapter is from, is of initial values alone, or of what is refused itself, and computes nothing.
 _WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
@@ -34,14 +37,18 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
     file = folder / ADAPTER_CONFIG
     try:
         found = read_object(file)
-        theirs = _settings(found)
+        kind = found["peft_type"]
+        theirs = _settings(found) if kind == "LORA" else {}
     except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise UserError(
             f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {ADAPTER_CONFIG} "
             f"and {WEIGHTS}, as peft's save_pretrained writes them"
         ) from error
-    if found.get("peft_type") != "LORA":
-        raise UserError(f"--adapter_path {folder}: peft_type is {found.get('peft_type')!r}; only LORA is known")
+    if kind != "LORA":
+        raise UserError(
+            f"{file}: peft_type is {kind!r}, and only LORA is known here: give a LoRA adapter, or merge this one with "
+            f"peft's merge_and_unload, which most types have"
+        )
     start = found.get("init_lora_weights")
     if start not in _BASE_UNCHANGED:
         raise UserError(
@@ -55,7 +62,49 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
                 f"{file}: {name} is {value!r}, which is not known here and would be ignored: give an adapter that was "
                 f"trained without it, or merge it with peft's merge_and_unload"
             )
-    return {**theirs, "lora_target_modules": _targets(file, found.get("target_modules"))}
+    tokens = {number for ids in _indices(file, found).values() for number in ids}
+    return {
+        **theirs,
+        "lora_target_modules": _targets(file, found.get("target_modules")),
+        "lora_train_tokens": tuple(sorted(map(str, tokens))),
+        "lora_modules_to_save": _modules(file, found.get("modules_to_save") or []),
+    }
+
+
+def _modules(file: pathlib.Path, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise UserError(f"{file}: modules_to_save is {value!r}, and must be a list of the ends of modules' names")
+    return tuple(sorted(value))
+
+
+def token_indices(folder: pathlib.Path) -> dict[str | None, list[int]]:
+    """Return the tokens whose rows an adapter has, in order, by the end of a module's name; None: the embedding."""
+    file = folder / ADAPTER_CONFIG
+    return _indices(file, read_object(file))
+
+
+def _indices(file: pathlib.Path, found: dict[str, Any]) -> dict[str | None, list[int]]:
+    given = found.get("trainable_token_indices") or {}
+    by_name: dict[Any, Any] = given if isinstance(given, dict) else {None: given}
+    for ids in by_name.values():
+        if not isinstance(ids, list) or not all(type(number) is int and number >= 0 for number in ids):
+            raise UserError(f"{file}: trainable_token_indices is {given!r}, and must be ids, or for each module ids")
+        if len(set(ids)) < len(ids):
+            raise UserError(f"{file}: trainable_token_indices has a token twice: {given!r}")
+    return by_name
+
+
+def other_base(folder: pathlib.Path, base: str) -> str | None:
+    """Return the base model that an adapter says it is of, if that is another than ``base``: a path or a hub's name.
+
+    A path that is not on this machine is taken for ``base`` where its last part is the same.
+    """
+    theirs = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(theirs, str) or not theirs:
+        return None
+    path, own = pathlib.Path(theirs).expanduser(), pathlib.Path(base).expanduser()
+    same = path.samefile(own) if path.exists() and own.exists() else path.name == own.name
+    return None if same else theirs
 
 
 def _settings(found: Mapping[str, Any]) -> dict[str, Any]:

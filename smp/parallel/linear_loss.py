@@ -30,7 +30,7 @@ logger = get_logger("model")
 
 CHUNK_TOKENS = 1024
 HEAD_ROWS = 2048  # of the head, whose gradients are added to the sum at one time
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of tokens, weight and bias
+Gradients = tuple[torch.Tensor | None, ...]  # of tokens, weight, bias and rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,7 @@ class _How(NamedTuple):
     split: SplitHead | None
     z_loss: float
     transform: LogitTransform
+    places: torch.Tensor | None = None  # of rows that are multiplied with in place of the weight's, (rows,)
 
 
 class _Sequences(NamedTuple):
@@ -66,15 +67,17 @@ class _Sequences(NamedTuple):
 
 
 def _pass(
-    tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, how: _How, *,
+    tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor | None,
+    labels: torch.Tensor, how: _How, *,
     needs: Sequence[bool], sequences: _Sequences | None = None, factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Gradients]:  # fmt: skip
     """Return the sum of the losses, or that of each sequence, and the gradients that are needed, chunk by chunk.
 
     Args:
         tokens: hidden states ``(tokens, hidden)``.
+        rows: ``(rows, hidden)``, at ``how.places`` of the vocabulary, or None.
         labels: ``(tokens,)``.
-        needs: of tokens, weight and bias.
+        needs: of tokens, weight, bias and rows.
         factors: of each token's loss in the gradients, ``(tokens,)``; None: 1.
     """
     exact = torch.promote_types(tokens.dtype, torch.float32)
@@ -83,10 +86,13 @@ def _pass(
     # In at least fp32: bf16 would lose precision in the sum over chunks.
     into_weight = torch.zeros_like(weight, dtype=exact) if needs[1] else None
     into_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and needs[2] else None
+    into_rows = torch.zeros_like(rows, dtype=exact) if rows is not None and needs[3] else None
     into_tokens = torch.empty_like(tokens) if needs[0] else None
     for start in range(0, len(tokens), how.chunk):
         here = slice(start, start + how.chunk)
         logits = _logits(tokens[here], weight, bias, exact)
+        if rows is not None:
+            logits[:, how.places] = _logits(tokens[here], rows, None if bias is None else bias[how.places], exact)
         below_cap = _transform_(logits, how.transform, slope=any(needs))
         slopes = None
         if any(needs):
@@ -105,21 +111,29 @@ def _pass(
             if into_bias is not None:
                 into_bias += slopes.sum(0, dtype=exact)
             slopes = slopes.to(tokens.dtype)
+            if rows is not None:
+                of_rows = slopes[:, how.places]
+                slopes[:, how.places] = 0
+                if into_rows is not None:
+                    into_rows += of_rows.T @ tokens[here]
             if into_tokens is not None:
                 torch.mm(slopes, weight, out=into_tokens[here])
+                if rows is not None:
+                    into_tokens[here].addmm_(of_rows, rows)
             if into_weight is not None:
                 _add_product(into_weight, slopes, tokens[here])
         del logits, slopes, below_cap, losses  # before the next chunk's are made
-    return loss, (into_tokens, into_weight, into_bias)
+    return loss, (into_tokens, into_weight, into_bias, into_rows)
 
 
 class _LinearLoss(Function):
     """Args of ``apply``: hidden states ``(batch, sequence, hidden)``, weight ``(vocabulary, hidden)``, bias or None,
-    labels, chosen tokens and sequences of :class:`Targets`, the number of sequences, and how it is computed."""
+    rows or None, labels, chosen tokens and sequences of :class:`Targets`, their number, and how it is computed."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor | None,
+        labels: torch.Tensor,
         chosen: torch.Tensor | None, of_token: torch.Tensor | None, number: int, how: _How,
     ) -> torch.Tensor:  # fmt: skip
         gathered = how.split.gather(hidden) if how.split is not None else hidden
@@ -132,24 +146,25 @@ class _LinearLoss(Function):
         else:
             tokens = gathered[tuple(chosen)]
         ctx.how, ctx.shape, ctx.chosen, ctx.sequences = how, gathered.shape, chosen, None
-        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype)
+        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype, weight.dtype if rows is None else rows.dtype)
         if of_token is not None:
             ctx.sequences = sequences = _Sequences(of_token, number)
-            ctx.save_for_backward(tokens, weight, bias, labels)
-            return _pass(tokens, weight, bias, labels, how, needs=(False, False, False), sequences=sequences)[0]
-        loss, gradients = _pass(tokens, weight, bias, labels, how, needs=ctx.needs_input_grad[:3])
+            ctx.save_for_backward(tokens, weight, bias, rows, labels)
+            return _pass(tokens, weight, bias, rows, labels, how, needs=(False,) * 4, sequences=sequences)[0]
+        loss, gradients = _pass(tokens, weight, bias, rows, labels, how, needs=ctx.needs_input_grad[:4])
         ctx.gradients = (_placed(gradients[0], ctx), *gradients[1:])
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         scale, gradients = ctx.how.transform.scale, None
-        if scale != 1:  # of all three alike
+        if scale != 1:  # of all alike
             gradient = gradient * scale
         if ctx.sequences is not None:
             factors = gradient[ctx.sequences.of_token]
-            tokens, weight, bias, labels = ctx.saved_tensors
-            _, gradients = _pass(tokens, weight, bias, labels, ctx.how, needs=ctx.needs_input_grad[:3], factors=factors)
+            tokens, weight, bias, rows, labels = ctx.saved_tensors
+            needs = ctx.needs_input_grad[:4]
+            _, gradients = _pass(tokens, weight, bias, rows, labels, ctx.how, needs=needs, factors=factors)
             gradients = (_placed(gradients[0], ctx), *gradients[1:])
             found = [g if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         elif ctx.gradients is None:
@@ -242,6 +257,7 @@ def linear_cross_entropy(
     split: SplitHead | None = None,
     vocabulary: int | None = None,
     logits: LogitTransform = LogitTransform(),  # noqa: B008 # frozen
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the sum of the token losses of a causal language model, from its last hidden states; see the module.
 
@@ -256,6 +272,7 @@ def linear_cross_entropy(
         split: the vocabulary is split over ranks; then ``hidden`` is this rank's tokens.
         vocabulary: number of rows of the unsplit head, under ``split``.
         logits: what makes them of the head's outputs, computed in at least fp32.
+        rows: indices into ``weight`` ``(rows,)``, and what is multiplied with in place of its rows, ``(rows, hidden)``.
 
     Returns:
         0-d tensor in at least fp32; it can be differentiated once. Divide by the number of valid tokens. Of
@@ -270,8 +287,10 @@ def linear_cross_entropy(
     check_ids(targets.labels, vocabulary or weight.shape[0], labels=True)
     if not torch.is_grad_enabled():  # autograd asks a function for the gradients of parameters all the same
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    how = _How(chunk_tokens, split, z_loss, logits)
-    return _LinearLoss.apply(hidden, weight, bias, *targets, how)
+        rows = None if rows is None else (rows[0], rows[1].detach())
+    places, values = rows or (None, None)
+    how = _How(chunk_tokens, split, z_loss, logits, places)
+    return _LinearLoss.apply(hidden, weight, bias, values, *targets, how)
 
 
 def check_chunk(tokens: int) -> None:

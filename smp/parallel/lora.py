@@ -7,98 +7,47 @@ the sharding units, and tensor parallelism splits the factors as it splits the w
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.config import ActivationConfig, Section, Settings, setting
+from smp.config import ActivationConfig, Settings
 from smp.delayed_init import fill_added_
 from smp.errors import UserError
+from smp.log import get_logger
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters, leave_out_frozen, remember_files
 from smp.models.family import Family
-from smp.models.init_rules import InitRule, Step, drawn
-from smp.models.model_config import ModelConfig
+from smp.models.init_rules import InitRule, drawn
 from smp.models.registry import family_of
 from smp.models.weight_files import ADAPTER_CONFIG
-from smp.parallel import nf4
+from smp.parallel import nf4, trained_beside
 from smp.parallel.adapter import Adapter
-from smp.parallel.adapter_config import ALL_LINEAR, WEIGHTS, read_settings, target_names
+from smp.parallel.adapter_config import ALL_LINEAR, WEIGHTS, other_base
+from smp.parallel.adapter_files import PREFIX, GivenAdapter, config_text
 from smp.parallel.linear import is_transposed, product_of, replace_product
+from smp.parallel.lora_config import Config
 from smp.parallel.refusals import require_model
 from smp.parallel.sharding import gathered_blocks
 from smp.parallel.technique import Parameters, Setup
+from smp.parallel.token_rows import all_rows
+
+logger = get_logger("model")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Section):
-    """Low-rank adapters."""
-
-    lora_rank: int = setting(
-        0, "Rank of low-rank adapters beside frozen linear layers. 0: none, every parameter is trained.", minimum=0,
-        aliases=("peft_rank",),
-    )  # fmt: skip
-    lora_alpha: float = setting(16.0, "Adapters are scaled by this / --lora_rank.", above=0.0)
-    lora_dropout: float = setting(0.0, "Dropout of the adapters' input.", minimum=0.0)
-    lora_target_modules: tuple[str, ...] = setting(
-        (ALL_LINEAR,), "Layers that get adapters, by the ends of their names. Default: all linear layers of blocks."
-    )
-    lora_use_rslora: bool = setting(False, "Scale by --lora_alpha / the square root of --lora_rank.")
-    qlora: bool = setting(
-        False, "Store the weights of the blocks' linear layers in 4 bits (NF4), also while ranks gather them."
-    )
-    adapter_path: str | None = setting(
-        None, "Start from an adapter in peft's format: a directory, which sets the flags above."
-    )
-    save_merged_model: bool = setting(
-        False, "Write the final model with the adapters added to its weights, and not the adapters alone."
-    )
-
-    def problems(self) -> list[str]:
-        """Add settings without adapters, and a dropout that leaves nothing."""
-        found = super().problems()
-        if self.lora_dropout >= 1:
-            found.append(f"--lora_dropout must be less than 1, got {self.lora_dropout}")
-        if not self.lora_rank and self.adapter_path is None:
-            found += [
-                f"--{field.name} is of adapters: set --lora_rank or --adapter_path, or leave it out"
-                for field in dataclasses.fields(self)
-                if getattr(self, field.name) != field.default
-            ]
-        return found
-
-    @property
-    def scale(self) -> float:
-        """Return the factor of the adapters' product."""
-        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.lora_use_rslora else self.lora_rank)
-
-    def with_adapter(self) -> Config:
-        """Return the settings of ``--adapter_path``, or these.
-
-        Raises:
-            UserError: there is no adapter that can be read, or it is another than these settings ask for.
-        """
-        return self if self.adapter_path is None else _read_config(self, pathlib.Path(self.adapter_path).expanduser())
-
-
-def _read_config(config: Config, folder: pathlib.Path) -> Config:
-    theirs = read_settings(folder)
-    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    for name, value in theirs.items():
-        own = getattr(config, name)
-        asked = tuple(sorted(own)) if isinstance(own, tuple) else own
-        if asked not in (defaults[name], value):
-            raise UserError(f"--{name} {own} is not that of --adapter_path {folder}, {value}: leave it out")
-    return dataclasses.replace(config, **theirs)
+def warn_of_base(adapter_path: str, base: str) -> None:
+    """Warn of an adapter that says to be of another base model than ``base``."""
+    if (theirs := other_base(pathlib.Path(adapter_path).expanduser(), base)) is not None:
+        logger.warning(
+            "%s was trained beside %s, as its %s says, and is used beside %s, of the same shapes: beside other weights "
+            "it computes something else.", adapter_path, theirs, ADAPTER_CONFIG, base,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -106,7 +55,7 @@ def left_out(model: nn.Module) -> Iterator[None]:
     """Let a model compute what its base does, without gradients."""
     products = map(product_of, model.modules())
     inner = {product.inner if isinstance(product, nf4.Unpacked) else product for product in products}
-    adapters = [product for product in inner if isinstance(product, Adapter)]
+    adapters: list[Any] = [*(product for product in inner if isinstance(product, Adapter)), *all_rows(model)]
     for adapter in adapters:
         adapter.left_out = True
     try:
@@ -130,11 +79,22 @@ def target_layers(model: nn.Module, family: Family, config: Config) -> dict[str,
     """Return the layers that get adapters by path.
 
     Raises:
-        UserError: a target is the end of no layer's name.
+        UserError: a target is the end of no layer's name, or an adapter would never be used.
     """
     layers, targets = linear_layers(model, family), config.lora_target_modules
-    if targets == (ALL_LINEAR,):
-        return layers
+    found = layers if targets == (ALL_LINEAR,) else _matching(layers, config)
+    if uncalled := [path for path in family.uncalled if path in found]:
+        source = "--lora_target_modules" if config.adapter_path is None else f"{config.adapter_path}/{ADAPTER_CONFIG}"
+        others = sorted({path.rpartition(".")[2] for path in layers if path not in family.uncalled})
+        raise UserError(
+            f"{source}: {' '.join(targets)} has {uncalled[0]}, whose weight the model reads without calling the layer: "
+            f"an adapter of it would never be used: choose others, as --lora_target_modules {' '.join(others)}"
+        )
+    return found
+
+
+def _matching(layers: Mapping[str, nn.Module], config: Config) -> dict[str, nn.Module]:
+    targets = config.lora_target_modules
     source, advice = "--lora_target_modules", f"or {ALL_LINEAR} for all"
     if config.adapter_path is not None:  # whose targets no flag changes
         source = f"{config.adapter_path}/{ADAPTER_CONFIG}: target_modules"
@@ -181,13 +141,17 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
     if not config.lora_rank:
         return Parameters()
     layers = target_layers(model, family, config)
-    given = _Given(config, layers) if config.adapter_path is not None else None
-    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: _config_text(model, config, settings, layers)})
+    given = None
+    if config.adapter_path is not None:
+        given = GivenAdapter(config)
+        given.require({f"{PREFIX}{path}.{name}.weight" for path in layers for name in Adapter.own}, of=".lora_")
+    beside = trained_beside.fields(model, family, config)
+    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: config_text(model, config, settings, layers, beside)})
     return Parameters(list(_factors(layers, config, apart, given)), freezes=True)
 
 
 def _factors(
-    layers: Mapping[str, nn.Module], config: Config, apart: Apart, given: _Given | None
+    layers: Mapping[str, nn.Module], config: Config, apart: Apart, given: GivenAdapter | None
 ) -> Iterator[AddedParameter]:
     for path, layer in layers.items():
         outputs, inputs = _sizes(layer)
@@ -197,7 +161,7 @@ def _factors(
             ("lora_A", (config.lora_rank, inputs), uniform),
             ("lora_B", (outputs, config.lora_rank), InitRule()),
         ):
-            key = f"base_model.model.{path}.{name}.weight"
+            key = f"{PREFIX}{path}.{name}.weight"
             values = fresh if given is None else given.rule(key, shape)
             yield AddedParameter(path, name, shape, values, key, apart)
 
@@ -206,61 +170,6 @@ def _sizes(layer: Any) -> tuple[int, int]:
     """Return outputs and inputs."""
     first, second = layer.weight.shape
     return (second, first) if is_transposed(layer) else (first, second)
-
-
-class _Given:
-    """The tensors of an adapter's file.
-
-    Raises:
-        UserError: they are not those of the layers.
-    """
-
-    def __init__(self, config: Config, layers: Mapping[str, nn.Module]):
-        self._file = pathlib.Path(str(config.adapter_path)).expanduser() / WEIGHTS
-        keys = {f"base_model.model.{path}.{name}.weight" for path in layers for name in Adapter.own}
-        try:
-            with safe_open(self._file, "pt") as content:
-                self._tensors = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
-        except Exception as error:  # safetensors raises its own
-            raise UserError(
-                f"--adapter_path: {self._file} cannot be read ({error}): give a directory that peft's save_pretrained "
-                f"has written"
-            ) from error
-        if weights := sorted(key for key in self._tensors if ".lora_" not in key):
-            raise UserError(
-                f"--adapter_path: {self._file} has {weights[0]}, no factor but a weight, as peft saves of a vocabulary "
-                f"that was resized: merge the adapter with peft's merge_and_unload"
-            )
-        if wrong := sorted(keys ^ self._tensors.keys()):
-            what = "lacks" if wrong[0] in keys else "has"
-            raise UserError(
-                f"--adapter_path: {self._file} {what} {wrong[0]}: it is an adapter of another model: give the one that "
-                f"it was trained beside"
-            )
-
-    def rule(self, key: str, shape: tuple[int, int]) -> InitRule:
-        """Return the values of a factor as its initial ones."""
-        found = self._tensors[key]
-        if tuple(found.shape) != shape:
-            raise UserError(
-                f"--adapter_path: {self._file}: {key} is {tuple(found.shape)}, and the model's is {shape}: it is an "
-                f"adapter of another model: give the one that it was trained beside"
-            )
-        return InitRule((Step(0, found.numel(), "copy", values=found.float().flatten()),))
-
-
-def _config_text(model: nn.Module, config: Config, settings: Settings, layers: Mapping[str, nn.Module]) -> str:
-    hf_config: Any = model.config
-    base = settings[ModelConfig].hf_pretrained_model_name_or_dir or getattr(hf_config, "_name_or_path", None)
-    return json.dumps(
-        {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank, "lora_alpha": config.lora_alpha,
-            "lora_dropout": config.lora_dropout, "use_rslora": config.lora_use_rslora, "bias": "none",
-            "target_modules": target_names(model, layers), "base_model_name_or_path": base or None,
-            "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True,
-        },
-        indent=2,
-    )  # fmt: skip
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
@@ -300,6 +209,8 @@ def adapt(
     use_rslora: bool = False,
     dropout: float = 0.0,
     quantize: Literal["nf4"] | None = None,
+    train_tokens: Sequence[int] = (),
+    modules_to_save: Sequence[str] = (),
     adapter_path: str | os.PathLike[str] | None = None,
     seed: int = 0,
 ) -> nn.Module:
@@ -316,6 +227,8 @@ def adapt(
         dropout: of the adapters' input, while the model is in training mode; each data rank seeds torch's generators
             its own way, those of a tensor-parallel group alike.
         quantize: store the weights of the blocks' linear layers in 4 bits.
+        train_tokens: ids whose rows of the embedding and the head are trained, too.
+        modules_to_save: ends of the names of modules that are trained as they are, such as ``embed_tokens``.
         adapter_path: directory of an adapter in peft's format to start from, which sets the others.
         seed: of the initial values, the same on every rank; on the meta device those of ``random_seed`` of ``init``.
 
@@ -339,17 +252,24 @@ def adapt(
     config = Config(
         qlora=quantize == "nf4",
         lora_rank=rank, lora_alpha=alpha, lora_target_modules=targets, lora_use_rslora=use_rslora,
-        lora_dropout=dropout, adapter_path=None if adapter_path is None else os.fspath(adapter_path),
+        lora_dropout=dropout, lora_train_tokens=tuple(map(str, train_tokens)),
+        lora_modules_to_save=tuple(modules_to_save),
+        adapter_path=None if adapter_path is None else os.fspath(adapter_path),
     )  # fmt: skip
     family, settings = family_of(hf_config), Settings((config,))
-    own = parameters(model, family, settings)
-    add_parameters(model, own.added, freezes=True)
+    source = getattr(hf_config, "_name_or_path", None)
+    if problem := next(iter(trained_beside.problems_of(hf_config, config.with_adapter())), None):
+        raise UserError(problem)
+    for own in [each(model, family, settings) for each in (parameters, trained_beside.parameters)]:
+        add_parameters(model, own.added, freezes=own.freezes, trained=own.trained)
     if adapter_path is not None:
         remember_files(model, "smp.lora", os.fspath(adapter_path))
     if not next(model.parameters()).is_meta:
         fill_added_(model, seed=seed)
     _replace_products(model, family, settings)
-    source = getattr(hf_config, "_name_or_path", None)
+    trained_beside.train_rows(model, family, settings)
+    if config.adapter_path is not None and source:
+        warn_of_base(config.adapter_path, source)
     if config.qlora and source and any(pathlib.Path(source).glob("*.safetensors")):
         leave_out_frozen(model, pathlib.Path(source))
     return model

@@ -24,6 +24,7 @@ from smp.parallel.linear_loss import CHUNK_TOKENS, HEAD_ROWS, SplitHead, check_c
 from smp.parallel.refusals import require_uncompiled
 from smp.parallel.targets import Targets, chosen_tokens, targets_of
 from smp.parallel.technique import Setup
+from smp.parallel.token_rows import rows_of
 
 Config = LossConfig
 
@@ -70,11 +71,13 @@ def chunk_loss(
                 f"{head} multiplies by a product of its own, which the loss in chunks does not know: use "
                 f"--loss_chunk_tokens 0, or leave {head} out of the layers whose product is replaced"
             )
+        rows = rows_of(projection)
         return linear_cross_entropy(
             hidden, local_tensor(projection.weight), asked[-1], bias=local_tensor(projection.bias),  # type: ignore[arg-type,type-var]
             chunk_tokens=chunk_tokens, split=split,
             z_loss=z_loss if model.training and asked[-1].of_token is None else 0.0,
             vocabulary=projection.weight.shape[0], logits=transform,  # type: ignore[index,arg-type]
+            rows=None if rows is None else rows.columns(),
         )  # fmt: skip
 
     def forward_with_loss(
@@ -192,7 +195,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     low = work.compute_bytes if work.compute_bytes < fp32 else 0
     of_logit = (fp32 + low if chunk else 3 * fp32) + (fp32 if shape.capped_logits else 0)
     columns = -(-shape.vocabulary // mesh.tp.size)
-    gradient = columns * shape.hidden if shape.trained(mesh.tp.size).last else 0
+    gradient = columns * shape.hidden if shape.trained(1).last >= shape.table else 0  # not of a norm, or rows, alone
     if work.moment is Moment.HEAD:  # without chunks, the gradient of the logits; with them, as yet that of the head
         slopes = {"logits and loss": work.tokens(mesh) * columns * (fp32 + low)}
         return {"gradients before reduction": gradient * low} if chunk else slopes

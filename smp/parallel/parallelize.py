@@ -33,6 +33,7 @@ from smp.parallel import (
     offload,
     sharding,
     tensor,
+    trained_beside,
 )
 from smp.parallel.choices import Chooser
 from smp.parallel.technique import Setup, Technique, follow_steps, member
@@ -41,6 +42,7 @@ from smp.pretrained import load_pretrained_
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
 TECHNIQUES: list[Technique] = [
     lora,
+    trained_beside,
     context,
     attention,
     tensor,
@@ -109,8 +111,8 @@ def add_parameters(model: nn.Module, family: Family, settings: Settings) -> None
     """Add the techniques' parameters, with values unless the model is on the meta device."""
     for technique in TECHNIQUES:
         own = member(technique, "parameters")(model, family, settings)
-        if own.added or own.freezes:
-            added.add_parameters(model, own.added, freezes=own.freezes)
+        if any(own):
+            added.add_parameters(model, own.added, freezes=own.freezes, trained=own.trained)
             if not next(model.parameters()).is_meta:  # what a script has added before keeps its values
                 fill_added_(model, seed=0)
 
@@ -243,3 +245,5 @@ def fill_model(
     else:
         own, rules = added.added_parameters(model), init_rules(hf_config, seed=seed)
         initialize_(model, lambda name: own[name].initial if name in own else rules(name), seed=seed)
+        if added.trained_parameters(model):
+            fill_added_(model, seed=seed)

@@ -97,8 +97,8 @@ def _padded_on_the_right(caller: str, batch: Mapping[str, Any]) -> Mapping[str, 
     shown = mask != 0
     if (shown[:, 1:] & ~shown[:, :-1]).sum(1).add(shown[:, 0]).max() > 1:
         raise UserError(
-            f"{caller}: attention_mask hides tokens between ones that it shows, and padding is at an end of each sequence: "
-            f"take these tokens out"
+            f"{caller}: attention_mask hides tokens between ones that it shows, and padding is at an end of each "
+            f"sequence: take these tokens out"
         )
     if others := [name for name in ("position_ids", "document_bounds") if batch.get(name) is not None]:
         raise UserError(

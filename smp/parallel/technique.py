@@ -51,10 +51,16 @@ class Technique(Protocol):
 
 
 class Parameters(NamedTuple):
-    """Parameters that a technique adds to a model; ``freezes``: the model's others are not trained."""
+    """Parameters that a technique adds to a model.
+
+    Attributes:
+        freezes: the model's others are not trained.
+        trained: the model's own that are trained though another technique freezes them.
+    """
 
     added: Sequence[AddedParameter] = ()
     freezes: bool = False
+    trained: Sequence[AddedParameter] = ()
 
 
 class Sent(NamedTuple):

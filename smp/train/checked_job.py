@@ -30,6 +30,7 @@ from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, allocator_variable, choose_backend
 from smp.train import garbage
+from smp.train.adapters import chosen_tokens
 from smp.train.arguments import SECTIONS, ArgumentsError, TrainConfig
 from smp.train.elsewhere import (
     is_elsewhere,
@@ -119,6 +120,8 @@ def check_job(config: TrainConfig, launch: Launch) -> CheckedJob:
     data = None
     if size is not None and not missing:
         data = problems.attempt(_open_data, job, _batch_shape(job, size))
+    if data is not None:
+        job.choices.extend(problems.attempt(chosen_tokens, job.settings, job.model, data["train_data"]) or [])
     if problems or data is None:
         raise ConfigError(problems)
     return CheckedJob(**vars(job), **output, **data)

@@ -19,6 +19,7 @@ from smp.log import configure_logging, get_logger
 from smp.parallel import lora
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import process_group
+from smp.train.adapters import warn_of_base
 from smp.train.checked_job import CheckedJob, planned_batch
 from smp.train.metrics import json_line, validation_record
 from smp.train.on_resume import changes_evaluated, check_fits, with_saved_settings
@@ -64,6 +65,8 @@ def evaluate(job: CheckedJob, guard: Guard) -> int:
             load_weights=start.checkpoint is None,
         )
         setup = dataclasses.replace(job.setup, mesh=mesh)
+        if launch.rank == 0:
+            warn_of_base(job.settings, job.model)
 
         def fill(start: Start) -> None:
             if start.checkpoint is not None and start.saved is not None:

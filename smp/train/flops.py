@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp.models.added import added_parameters
 from smp.models.projection import projection_size
 from smp.models.registry import build_model
 
@@ -56,18 +57,19 @@ def model_flops_per_token(
         model = build_model(hf_config, attn_implementation="eager")
     weights = sum(inputs * outputs for inputs, outputs in filter(None, map(projection_size, model.modules())))
     add(model)
-    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    if len(trained) == len(list(model.parameters())):
+    if all(parameter.requires_grad for parameter in model.parameters()):
         products, counted = 6 * weights, f"6 x {weights} matmul weights (head included, embedding not)"
     else:
-        products = 4 * weights + 6 * sum(trained)
-        counted = (
-            f"4 x {weights} frozen matmul weights (head included, embedding not) + 6 x {sum(trained)} trained ones"
-        )
-    layers, heads = _attention_layers(hf_config), getattr(hf_config, "num_attention_heads", None) or 1
+        trained = sum(model.get_parameter(name).numel() for name in added_parameters(model))
+        layers: list[Any] = [module for module in model.modules() if projection_size(module)]
+        own = sum(each.weight.numel() for each in layers if each.weight.requires_grad)  # whose gradient is a product
+        products = 4 * weights + 6 * trained + 2 * own
+        counted = f"4 x {weights} frozen matmul weights (head included, embedding not) + 6 x {trained} trained ones"
+        counted += f" + 2 x {own} of the head" if own else ""
+    attention, heads = _attention_layers(hf_config), getattr(hf_config, "num_attention_heads", None) or 1
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     formula = (
-        f"{counted} + 12 x {layers} layers x {heads} query heads x {head_dim} head width x {sequence_length} tokens "
+        f"{counted} + 12 x {attention} layers x {heads} query heads x {head_dim} head width x {sequence_length} tokens "
         f"(full attention square), forward and backward, without recomputation (PaLM, appendix B)"
     )
-    return Flops(float(products) + 12 * layers * heads * head_dim * sequence_length, formula)
+    return Flops(float(products) + 12 * attention * heads * head_dim * sequence_length, formula)

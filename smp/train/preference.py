@@ -57,7 +57,9 @@ class Config(Section):
 
     def keeps_reference(self, adapters: lora.Config) -> bool:
         """Return whether the reference cannot be computed beside the policy, by leaving its adapters out."""
-        return self.dpo and (not adapters.lora_rank or adapters.adapter_path is not None)
+        return self.dpo and (
+            not adapters.lora_rank or adapters.adapter_path is not None or bool(adapters.lora_modules_to_save)
+        )
 
     def misfits(self, data: DataConfig, loss: LossConfig, model: ModelConfig, adapters: lora.Config) -> list[str]:
         """Return one sentence for each setting of other sections that does not go with pairs."""

@@ -31,6 +31,7 @@ from smp.models.weight_files import generation_dir_of, stops_of
 from smp.parallel.parallelize import add_parameters
 from smp.plan.devices import peak_flops
 from smp.train import history
+from smp.train.adapters import warn_of_base, warn_of_untrained
 from smp.train.arguments import TrainConfig
 from smp.train.checked_job import CheckedJob, batch_of_flags, changes_of, sizes
 from smp.train.curves import write_curves
@@ -72,6 +73,8 @@ def announce(job: CheckedJob, start: Start, model: nn.Module, changes: list[str]
         logger.info(sentence)
     if job.launch.rank == 0:
         _warn_of_tokens(job)
+        warn_of_base(job.settings, job.model)
+        warn_of_untrained(job.settings, job.model, job.train_data)
     for choice in job.choices:
         logger.info("Chosen: %s", choice)
     if start.checkpoint is not None:

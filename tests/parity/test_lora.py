@@ -66,7 +66,8 @@ def settings_with(layout, **config) -> Settings:
 
 
 def our_name(name: str) -> str:
-    return re.sub(r"^base_model\.model\.|\.default\.weight$", "", name)
+    name = re.sub(r"\.token_adapter\.trainable_tokens_delta\.default$", ".trained_tokens", name)
+    return re.sub(r"^base_model\.model\.|\.default\.weight$|\.modules_to_save\.default(?=\.)", "", name)
 
 
 @contextlib.contextmanager
@@ -104,7 +105,10 @@ def check_layouts(name, layouts, folder, files=True):
             batch = rank_batch(step, mesh.data_rank, mesh.data_size, layout.accumulation)
             with reduced_sizes() as sizes:
                 result = train_step(model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=CLIP)
-            if layout == Layout("full_shard"):  # the factors alone are reduced, once, and padded to the ranks
+            adapters_alone = all(".lora_" in key for key in gradients)
+            if (
+                layout == Layout("full_shard") and adapters_alone
+            ):  # the factors alone are reduced, once, and padded to the ranks
                 rows = sum(-(-p.shape[0] // 2) * 2 * p.shape[1] for p in model.parameters() if p.requires_grad)
                 assert sum(sizes) == rows and len(sizes) == 3  # blocks
             hook.remove()
@@ -124,7 +128,7 @@ def check_files(model, settings, name, folder):
     ours = {key: whole(p).detach() for key, p in model.named_parameters() if p.requires_grad}
     if dist.get_rank() == 0:
         theirs = peft.PeftModel.from_pretrained(build_reference(name, torch.float64), folder / "adapter")
-        loaded = {our_name(key): p for key, p in theirs.named_parameters() if "lora_" in key}
+        loaded = {our_name(key): p for key, p in theirs.named_parameters() if our_name(key) in ours}
         assert loaded.keys() == ours.keys() and all(torch.equal(ours[key], p) for key, p in loaded.items())
         plain = theirs.merge_and_unload().state_dict()
         merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float64).state_dict()

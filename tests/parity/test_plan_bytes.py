@@ -53,6 +53,8 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "adapters, bf16, tp": (2, "smddp", (*LLAMA, *TP2, *LORA, "--bf16", "1")),
     "adapters, dropout, tp": (2, "gloo", (*LLAMA, *TP2, *LORA, "--lora_dropout", "0.1")),
     "adapters, 4 bits": (2, "gloo", (*LLAMA, *FULL, *LORA, "--qlora", "1", "--llama_intermediate_size", "192")),
+    "adapters, tokens, tp": (2, "gloo", (*LLAMA, *TP2, *LORA, "--lora_train_tokens", "1", "500")),
+    "adapters, modules": (2, "smddp", (*LLAMA, *FULL, *LORA, "--lora_modules_to_save", "lm_head", "norm")),
     "pairs, adapters, tp": (2, "gloo", (*LLAMA, *TP2, *LORA, *DPO)),
     "pairs, adapters, zero2, bf16": (2, "smddp", (*LLAMA, *ZERO2, *LORA, *DPO, *ACCUMULATED, "--bf16", "1")),
     "pairs, all parameters, cp": (2, "gloo", (*LLAMA, *FULL, *DPO, *CP2, "p2p", "--gradient_accumulation_steps", "5")),

@@ -165,6 +165,38 @@ def test_weights_in_4_bits_resume_and_merge(folder, capsys):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("beside", [("--lora_train_tokens", 3, 90), ("--lora_modules_to_save", "lm_head", "norm")])
+def test_what_is_trained_beside_adapters_resumes_and_is_exported(folder, beside):
+    """At another layout; the checkpoint's export is the final adapter, and merged the same model."""
+    run_job(*flags(folder), *beside, "--tensor_parallel_degree", 2, "--global_batch_size", 4, "--checkpoint_freq", 2,
+            "--max_steps", 4, world_size=2).succeeded()  # fmt: skip
+    (checkpoint,) = (folder / "run" / "checkpoints").glob("*-2steps")
+    names = {name.removeprefix("model.") for name in read_manifest(checkpoint).tensors if name.startswith("model.")}
+    own = {name for name in names if ".lora_" not in name}
+    tokens = {"model.embed_tokens.trained_tokens", "lm_head.trained_tokens"}
+    assert own == tokens if "tokens" in beside[0] else {"lm_head.weight", "model.norm.weight"} < own
+    more = ["--global_batch_size", 4, "--max_steps", 4, "--resume_from_checkpoint", checkpoint, "--save_final_model", 1]
+    run_job(*flags(folder, "resumed"), *beside, *more, world_size=2).succeeded()
+    assert losses(folder / "resumed") == pytest.approx(losses(folder / "run")[2:], rel=1e-5)
+    latest, final = folder / "resumed" / "checkpoints" / "latest", folder / "resumed" / "final"
+    assert smp.cli.main(["export", str(latest), str(folder / "exported")]) == 0
+    first, again = (load_file(at / "adapter_model.safetensors") for at in (final, folder / "exported"))
+    assert first.keys() == again.keys() and all(torch.equal(first[key], again[key]) for key in first)
+    run_job(*flags(folder, "merged"), *beside, *more, "--save_merged_model", 1, world_size=2).succeeded()
+    assert smp.cli.main(["export", "--merge", str(latest), str(folder / "again")]) == 0
+    theirs, mine = (load_file(at / "model.safetensors") for at in (folder / "merged" / "final", folder / "again"))
+    base = load_file(folder / "base" / "model.safetensors")
+    assert mine.keys() == theirs.keys() == base.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    rows = (mine["lm_head.weight"] != base["lm_head.weight"]).any(1).nonzero().flatten().tolist()
+    assert rows == ([3, 90] if "tokens" in beside[0] else list(range(VOCABULARY)))
+    # The adapter is started from.
+    given = [*flags(folder, "given")[:-6], "--adapter_path", final, "--max_steps", 1, "--lr", 1e-30, "--min_lr", 0]
+    run_job(*given, "--save_final_model", 1, world_size=2).succeeded()
+    again = load_file(folder / "given" / "final" / "adapter_model.safetensors")
+    assert first.keys() == again.keys() and all(torch.equal(first[key], again[key]) for key in first)
+
+
+@pytest.mark.full
 def test_what_cannot_be_used_is_one_sentence(folder):
     start = [*flags(folder), "--max_steps", 2, "--global_batch_size", 4, "--checkpoint_freq", 2]
     run_job(*start, "--save_final_model", 1, world_size=1).succeeded()

@@ -138,7 +138,7 @@ def test_frozen_weights_take_two_bytes_however_the_model_is_built():
 
 @check(
     "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora", "adapter_path",
-    "save_merged_model",
+    "save_merged_model", "lora_train_tokens", "lora_modules_to_save",
 )  # fmt: skip
 def test_adapters(tmp_path):
     def trained(*words):
@@ -149,6 +149,11 @@ def test_adapters(tmp_path):
     rank = trained("--lora_rank", 2)
     assert "model.embed_tokens.weight" in base and all(".lora_" in name for name in rank)
     assert sum(trained("--lora_rank", 4).values()) == 2 * sum(rank.values())
+    assert trained("--lora_rank", 2, "--lora_train_tokens", 1, 5).items() - rank.items() == {
+        ("model.embed_tokens.trained_tokens", 2 * 32), ("lm_head.trained_tokens", 2 * 32),
+    }  # fmt: skip
+    whole_head = trained("--lora_rank", 2, "--lora_modules_to_save", "lm_head").items() - rank.items()
+    assert whole_head == {("lm_head.weight", 64 * 32)}
     only = trained("--lora_rank", 2, "--lora_target_modules", "q_proj", "v_proj")
     assert {name.split(".")[-2] for name in only} == {"q_proj", "v_proj"}
     scale = lambda *words: parse(["--lora_rank", 4, *words]).lora.scale  # noqa: E731

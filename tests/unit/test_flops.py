@@ -64,6 +64,16 @@ def test_equals_what_torch_counts_beside_adapters(name):
     assert found.total < model_flops_per_token(config, LENGTH).total and "frozen matmul weights" in found.formula
 
 
+def test_a_head_that_is_trained_beside_adapters_has_a_gradient():
+    config, saved = CONFIGS["llama_gqa"], ("embed_tokens", "lm_head", "norm")
+    peft = pytest.importorskip("peft")
+    family, settings = family_of(config), Settings((lora.Config(lora_rank=3, lora_modules_to_save=saved),))
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules="all-linear", modules_to_save=list(saved))
+    model = peft.get_peft_model(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), adapters)
+    found = model_flops_per_token(config, LENGTH, lambda model: add_parameters(model, family, settings))
+    assert counted(model) == found.total * BATCH * LENGTH
+
+
 LLAMA_7B = LlamaConfig(
     hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11008, vocab_size=32000
 )

@@ -19,13 +19,18 @@ import smp.cli
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import UserError
 from smp.models.model_config import ModelConfig, resolve_model
+from smp.models.registry import build_model
 from smp.parallel.adapter_config import read_settings, target_names
+from tests import zoo
 from tests.flags import parse
 from tests.reference import build_reference, global_batch, relative
 from tests.unit.test_pretrained import reference_model
 
 peft = pytest.importorskip("peft")
-OBEYED = {"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights"}
+OBEYED = {
+    "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights",
+    "trainable_token_indices", "modules_to_save",
+}  # fmt: skip
 WITHOUT_EFFECT = {
     "task_type": None, "auto_mapping": {"unsloth_fixed": True}, "peft_version": "0.1", "revision": "main",
     "base_model_name_or_path": "other", "inference_mode": False, "fan_in_fan_out": True, "megatron_core": "core",
@@ -33,9 +38,9 @@ WITHOUT_EFFECT = {
     "qalora_group_size": 8, "ensure_weight_tying": True,
 }  # fmt: skip
 REFUSED = {
-    "exclude_modules": ["q_proj"], "bias": "all", "modules_to_save": ["lm_head"], "layers_to_transform": 0,
+    "exclude_modules": ["q_proj"], "bias": "all", "layers_to_transform": 0,
     "layers_pattern": "layers", "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8},
-    "trainable_token_indices": [1], "use_dora": True, "velora_config": {"rank": 1}, "alora_invocation_tokens": [3, 4],
+    "use_dora": True, "velora_config": {"rank": 1}, "alora_invocation_tokens": [3, 4],
     "use_qalora": True, "monteclora_config": {"a": 1}, "layer_replication": [[0, 2]], "runtime_config": {"a": 1},
     "lora_bias": True, "target_parameters": ["weight"], "use_bdlora": {"a": 1}, "arrow_config": {"a": 1},
     "kasa_config": {"a": 1}, "megatron_config": {"a": 1}, "an_option_of_tomorrow": 0.5,
@@ -87,6 +92,17 @@ def test_fields_are_without_effect_or_refused_by_name(tmp_path):
         for left_out in (None, False, [], {}, ""):
             file.write_text(json.dumps({**config, name: left_out}))
             read_settings(folder)
+
+
+@pytest.mark.parametrize("kind", ["LoHaConfig", "LoKrConfig", "IA3Config", "AdaLoraConfig", "PrefixTuningConfig"])
+def test_adapters_of_other_types_are_refused_by_their_type(tmp_path, kind):
+    more = {"total_step": 9} if kind == "AdaLoraConfig" else {}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **more)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=rf"adapter_config.json: peft_type is '{config.peft_type.value}', and only LORA is known here"
+    ):
+        read_settings(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -231,3 +247,16 @@ def test_an_adapters_folder_is_one_of_pefts(tmp_path, capsys):
     for name in ("hf_pretrained_model_name_or_dir", "model"):
         with pytest.raises(UserError, match=rf"{folder} contains an adapter .*: give the directory of that; a train"):
             resolve_model(ModelConfig(**{name: str(folder)}))
+
+
+@pytest.mark.parametrize(("model_type", "layer"), [("mamba", "backbone.layers.0.mixer.dt_proj"), ("trocr", None)])
+def test_layers_that_no_forward_calls_get_no_adapter(model_type, layer):
+    """Mamba reads the weight of one; what TrOCR does not call has no caller at all in a decoder alone."""
+    model = build_model(zoo.tiny_config(model_type), attn_implementation="eager")
+    if layer is None:
+        assert layers(smp.lora(model, 2))
+        return
+    for targets in ("all-linear", ["dt_proj"]):
+        with pytest.raises(UserError, match=f"has {layer}, whose weight the model reads without calling the layer"):
+            smp.lora(model, 2, target_modules=targets)
+    assert layers(smp.lora(model, 2, target_modules=["in_proj"]))

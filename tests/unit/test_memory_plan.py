@@ -79,6 +79,18 @@ def test_a_frozen_model_takes_the_bytes_that_are_computed_with():
     assert more == WORK.tokens(mesh) * sizes.intermediate  # a byte a value
 
 
+def test_trained_modules_are_split_and_factors_may_not_be():
+    resolved, plain = shape_of("llama3_8b")
+    trained = {}
+    for saved in ((), ("lm_head",)):
+        settings = Settings((*WHOLE_LOGITS.sections, lora.Config(lora_rank=16, lora_modules_to_save=saved)))
+        shape = parallelize.shape_of(resolved, settings)
+        trained[saved] = [shape.trained(tp) for tp in (1, 4)]
+    for tp, of_factors, found in zip((1, 4), *trained.values(), strict=True):
+        assert found.last - of_factors.last == found.parameters - of_factors.parameters == plain.table // tp
+        assert found.block == of_factors.block == trained[()][0].block
+
+
 def test_the_prediction_is_the_largest_sum_over_the_moments():
     _, shape = shape_of("llama3_8b")
     sums = [sum(at(moment, shape, lay_out(1, 8), WORK).values()) for moment in Moment]

@@ -15,7 +15,7 @@ from torch import nn
 
 from smp.errors import UserError
 from smp.loss import check_ids
-from smp.parallel.linear import Linears, Product, by_rows, linear, local_tensor, product_of, product_of_call
+from smp.parallel.linear import PLAIN, Linears, Product, by_rows, linear, local_tensor, product_of, product_of_call
 from smp.parallel.tensor.functions import (
     GatherTokens,
     ReducePartial,
@@ -25,6 +25,7 @@ from smp.parallel.tensor.functions import (
 )
 from smp.parallel.tensor.fused import RedistributeRows, RowRedistribution, SumOverRanks
 from smp.parallel.tensor.group import TPGroup
+from smp.parallel.token_rows import bias_at, rows_of, with_rows
 
 
 class Replicated(NamedTuple):
@@ -253,9 +254,14 @@ def split_head(tp: TPGroup, head: nn.Linear, *, full_sequence: bool) -> None:
     def logits(part: torch.Tensor) -> torch.Tensor:
         own = local_tensor(head.weight), local_tensor(head.bias)
         if full_sequence and tp.sequence_parallel:
-            return linear(head, part, *own)
+            return with_rows(head, part, linear(head, part, *own))
         gathered = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
-        return Linears.apply(tp, (product_of(head),), gathered.detach(), part, *own)[0]
+        if (rows := rows_of(head)) is None:
+            return Linears.apply(tp, (product_of(head),), gathered.detach(), part, *own)[0]
+        places, values = rows.columns()
+        both, trained = (product_of(head), PLAIN), (values, bias_at(head, places))
+        found, columns = Linears.apply(tp, both, gathered.detach(), part, *own, *trained)
+        return found.index_copy(-1, places, columns)
 
     head.forward = logits  # type: ignore[method-assign,assignment]
 

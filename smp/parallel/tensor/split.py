@@ -19,6 +19,7 @@ from smp.parallel.linear import is_transposed, product_of
 from smp.parallel.loss import SPLIT_HEAD, SplitHead
 from smp.parallel.technique import draws
 from smp.parallel.tensor.forward import split_forward
+from smp.parallel.tensor.functions import SumGradients
 from smp.parallel.tensor.fused import RowRedistribution, fused_rows, share_of, split_norm
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.layers import (
@@ -29,6 +30,7 @@ from smp.parallel.tensor.layers import (
     split_head,
     split_part,
 )
+from smp.parallel.token_rows import ROWS, rows_of
 
 _MARK = "_smp_tensor_parallel"
 
@@ -275,6 +277,12 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
     distribute(embedding, "weight", Shard(0))
     distribute(head, "weight", Shard(0))
     distribute(head, "bias", Shard(0))
+    for module in (embedding, head):
+        if (rows := rows_of(module)) is not None:
+            if ROWS in module._parameters:
+                distribute(module, ROWS, Replicate())
+            bounds = tp.bounds(module.weight.shape[0])  # type: ignore[index,arg-type]
+            rows.split(bounds, lambda values: SumGradients.apply(tp, values)[0])
     split_embedding(tp, embedding, full_sequence=family.full_sequence_embedding)  # type: ignore[arg-type]
     split_head(tp, head, full_sequence=family.full_sequence_embedding)  # type: ignore[arg-type]
     blocks, sizes = list(_child(model, family.blocks, "the model").children()), plan.sizes(model.config)

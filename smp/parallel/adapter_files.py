@@ -1,0 +1,96 @@
+"""The files of an adapter in peft's format: those that training starts from, and the settings of a written one."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping, Set
+from typing import Any
+
+from safetensors import safe_open
+from torch import nn
+
+from smp.config import Settings
+from smp.delayed_init import values_rule
+from smp.errors import UserError
+from smp.models.init_rules import InitRule
+from smp.models.model_config import ModelConfig
+from smp.parallel.adapter_config import WEIGHTS, target_names
+from smp.parallel.linear import is_transposed
+from smp.parallel.lora_config import Config
+
+PREFIX = "base_model.model."  # of the keys
+
+
+class GivenAdapter:
+    """The tensors of an adapter's file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def __init__(self, config: Config):
+        self._file = pathlib.Path(str(config.adapter_path)).expanduser() / WEIGHTS
+        try:
+            with safe_open(self._file, "pt") as content:
+                self._tensors = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
+        except Exception as error:  # safetensors raises its own
+            raise UserError(
+                f"--adapter_path: {self._file} cannot be read ({error}): give a directory that peft's save_pretrained "
+                f"has written"
+            ) from error
+
+    def require(self, keys: Set[str], *, of: str = "") -> None:
+        """Check that of the keys with ``of`` in them, without it of all others than factors, there are these.
+
+        Raises:
+            UserError: the file lacks one, or has another.
+        """
+        found = {key for key in self._tensors if (of in key if of else ".lora_" not in key)}
+        if not of and (weights := sorted(found - keys)):
+            raise UserError(
+                f"--adapter_path: {self._file} has {weights[0]}, no factor but a weight, as peft saves of a vocabulary "
+                f"that was resized: merge the adapter with peft's merge_and_unload"
+            )
+        if wrong := sorted(keys ^ found):
+            what = "lacks" if wrong[0] in keys else "has"
+            raise UserError(
+                f"--adapter_path: {self._file} {what} {wrong[0]}: it is an adapter of another model: give the one that "
+                f"it was trained beside"
+            )
+
+    def rule(self, key: str, shape: tuple[int, ...]) -> InitRule:
+        """Return the values of a parameter as its initial ones.
+
+        Raises:
+            UserError: it has another shape.
+        """
+        found = self._tensors[key]
+        if tuple(found.shape) != shape:
+            raise UserError(
+                f"--adapter_path: {self._file}: {key} is {tuple(found.shape)}, and the model's is {shape}: it is an "
+                f"adapter of another model: give the one that it was trained beside"
+            )
+        return values_rule(found)
+
+
+def config_text(
+    model: nn.Module, config: Config, settings: Settings, layers: Mapping[str, nn.Module], beside: Mapping[str, Any]
+) -> str:
+    """Return ``adapter_config.json``.
+
+    Args:
+        layers: that have adapters, by path.
+        beside: the fields of what is trained beside them.
+    """
+    hf_config: Any = model.config
+    base = settings[ModelConfig].hf_pretrained_model_name_or_dir or getattr(hf_config, "_name_or_path", None)
+    return json.dumps(
+        {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank, "lora_alpha": config.lora_alpha,
+            "lora_dropout": config.lora_dropout, "use_rslora": config.lora_use_rslora, "bias": "none",
+            "target_modules": target_names(model, layers), "base_model_name_or_path": base or None,
+            "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True, **beside,
+        },
+        indent=2,
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""Rows of an embedding and of a head that are trained while the others are frozen, in place of the frozen ones.
+
+They are a parameter beside the weight, as in peft's ``TrainableTokensLayer``; a tied head has that of the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smp.parallel.linear import local_tensor
+
+ROWS = "trained_tokens"  # name of the parameter, (tokens, hidden)
+_MARK = "_smp_token_rows"
+_PLACES, _OWN = "trained_token_places", "trained_token_own"
+
+
+class TokenRows:
+    """The trained rows of a module.
+
+    Args:
+        module: multiplies with them, or looks them up.
+        owner: has the parameter: the module, or the embedding that a head is tied to.
+        tokens: of each row.
+
+    Attributes:
+        left_out: whether the module computes what it does without them.
+    """
+
+    def __init__(self, module: nn.Module, owner: nn.Module, tokens: Sequence[int]):
+        self.module, self.owner, self.tokens, self.left_out = module, owner, tuple(tokens), False
+        self._summed: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._set(0, max(tokens) + 1)
+
+    def _set(self, first: int, last: int) -> None:
+        """Keep on the module's device the indices of the rows in a part of the vocabulary, and which are in it."""
+        weight: Any = self.module.weight
+        device = "cpu" if weight.is_meta else weight.device
+        own = [index for index, token in enumerate(self.tokens) if first <= token < last]
+        for name, values in ((_PLACES, [token - first for token in self.tokens]), (_OWN, own)):
+            tensor = torch.tensor(values, dtype=torch.int64, device=device)
+            self.module.register_buffer(name, tensor, persistent=False)
+
+    def split(self, bounds: tuple[int, int], summed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Compute of the rows those that are in this rank's part of the vocabulary.
+
+        Args:
+            bounds: of that part.
+            summed: returns a tensor whose gradient is the sum of the ranks'.
+        """
+        self._set(*bounds)
+        self._summed = summed
+
+    def values(self) -> torch.Tensor:
+        """Return all rows, through which gradients flow."""
+        rows = local_tensor(getattr(self.owner, ROWS))
+        return rows if self._summed is None else self._summed(rows)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Index of each row in this rank's part of the vocabulary; outside of it where another rank's is."""
+        return self.module.get_buffer(_PLACES)
+
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the indices in this rank's part of the vocabulary of the rows that are in it, and these rows."""
+        own = self.module.get_buffer(_OWN)
+        return self.places[own], self.values()[own]
+
+
+def rows_of(module: nn.Module) -> TokenRows | None:
+    """Return the trained rows of an embedding or a head that are to be computed, if it has any."""
+    found: TokenRows | None = getattr(module, _MARK, None)
+    return None if found is None or found.left_out else found
+
+
+def all_rows(model: nn.Module) -> list[TokenRows]:
+    """Return the trained rows of all modules."""
+    return [vars(module)[_MARK] for module in model.modules() if _MARK in vars(module)]
+
+
+def train_rows_of_embedding(embedding: nn.Embedding, tokens: Sequence[int]) -> None:
+    """Let an embedding look up trained rows in place of its own; before it is split.
+
+    Args:
+        embedding: has the parameter.
+    """
+    rows = TokenRows(embedding, embedding, tokens)
+    setattr(embedding, _MARK, rows)
+    forward, padding = embedding.forward, embedding.padding_idx
+    own_padding = rows.tokens.index(padding) if padding in rows.tokens else None
+
+    def look_up(ids: torch.Tensor) -> torch.Tensor:
+        found = forward(ids)
+        if rows.left_out:
+            return found
+        places = rows.places
+        order = places.argsort()
+        index = order[torch.searchsorted(places, ids, sorter=order).clamp_(max=len(places) - 1)]
+        weight, kept = embedding._parameters["weight"], embedding.padding_idx
+        # By the model's own forward, which may scale.
+        embedding._parameters["weight"], embedding.padding_idx = rows.values(), own_padding  # type: ignore[assignment]
+        try:
+            trained = forward(index)
+        finally:
+            embedding._parameters["weight"], embedding.padding_idx = weight, kept
+        return torch.where((places[index] == ids).unsqueeze(-1), trained, found)
+
+    embedding.forward = look_up  # type: ignore[method-assign,assignment]
+
+
+def train_rows_of_head(head: nn.Linear, tokens: Sequence[int], owner: nn.Module) -> None:
+    """Let a head multiply with trained rows in place of its own; before it is split.
+
+    Args:
+        owner: has the parameter: the head, or the embedding that it is tied to.
+    """
+    setattr(head, _MARK, TokenRows(head, owner, tokens))
+    forward = head.forward
+    head.forward = lambda hidden: with_rows(head, hidden, forward(hidden))  # type: ignore[method-assign,assignment]
+
+
+def with_rows(head: Any, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits of hidden states with those of a head's trained rows, if it has any, in their places."""
+    if (rows := rows_of(head)) is None:
+        return logits
+    places, values = rows.columns()
+    return logits.index_copy(-1, places, F.linear(hidden, values, bias_at(head, places)))
+
+
+def bias_at(head: Any, places: torch.Tensor) -> torch.Tensor | None:
+    """Return the head's bias of this rank's logits at ``places``, if it has one."""
+    return None if head.bias is None else local_tensor(head.bias)[places]
