@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import smp
+from smp.checkpoint.disk_forecast import state_bytes
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import UserError
+from smp.models import added
 from smp.parallel.adapter_config import read_settings, target_names
 from tests.flags import parse
 from tests.reference import build_reference, global_batch, relative
@@ -196,3 +198,15 @@ def test_targets_of_a_file_are_refused_in_its_name(tmp_path, targets):
     ) as found:
         adapted(saved(tmp_path, target_modules=targets))
     assert "--lora_target_modules" not in str(found.value)
+
+
+def test_a_checkpoint_of_adapters_needs_the_space_of_what_it_contains(tmp_path):
+    model = build_reference("llama_gqa", torch.float32)
+    model.save_pretrained(tmp_path)
+    assert state_bytes(model, own=False) == 12 * sum(p.numel() for p in model.parameters())
+    smp.lora(model, rank=2)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - adapters
+    assert state_bytes(model, own=False) == 12 * adapters + 4 * frozen
+    added.leave_out_frozen(model, tmp_path)
+    assert state_bytes(model, own=False) == 12 * adapters
