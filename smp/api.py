@@ -140,14 +140,8 @@ def is_initialized() -> bool:
 
 
 def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False, comm_type: str | None = None) -> None:
-    """Apply tensor and context parallelism, unless they have been."""
+    """Apply context and tensor parallelism, in the techniques' order, unless they have been."""
     family = family_of(model.config)
-    if current.tp is not None and not is_split(model):
-        refuse_under_tensor_parallelism(model)
-        split_model(model, family, current.tp, from_rank0=from_rank0)
-        compare_batches(model, current.mesh)
-    elif from_rank0 and current.tp is None:
-        take_from_rank0(model, torch.device(current.mesh.device_type))
     if current.mesh.cp.size > 1 and not context.is_split(model):
         settings = Settings((current.parallel,))
         if comm_type is not None:
@@ -156,6 +150,12 @@ def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False,
         if problems := context.problems(model.config, setup):
             raise ConfigError(problems)
         context.apply(model, setup)
+    if current.tp is not None and not is_split(model):
+        refuse_under_tensor_parallelism(model)
+        split_model(model, family, current.tp, from_rank0=from_rank0)
+        compare_batches(model, current.mesh)
+    elif from_rank0 and current.tp is None:
+        take_from_rank0(model, torch.device(current.mesh.device_type))
     current.done.add("split")
 
 

@@ -16,19 +16,24 @@ from smp.checkpoint.layout import disk_free, nearest_existing
 from smp.checkpoint.safetensors_io import reason
 from smp.comm.report import readable
 from smp.errors import UserError
+from smp.models.added import left_out
 
-# AdamW's two moments are stored beside each parameter, in its dtype.
+# AdamW's two moments are stored beside each trained parameter, in its dtype.
 COPIES = 3
 _PROBE_BYTES = 32 << 20
 
 
 def state_bytes(model: nn.Module, *, own: bool) -> int:
-    """Return the bytes of parameters and optimizer state: of the full model, or of this rank's shards."""
-    total = 0
-    for parameter in model.parameters():
-        tensor: torch.Tensor = parameter.to_local() if own and isinstance(parameter, DTensor) else parameter
-        total += tensor.numel() * tensor.element_size()
-    return total * COPIES
+    """Return the bytes of a checkpoint's parameters and optimizer state: of the full model, or of this rank's shards.
+
+    Frozen parameters have no optimizer state, and those of pretrained weights are in no checkpoint.
+    """
+    total, base = 0, left_out(model)
+    for name, parameter in model.named_parameters():
+        if name not in base:
+            tensor: torch.Tensor = parameter.to_local() if own and isinstance(parameter, DTensor) else parameter
+            total += tensor.numel() * tensor.element_size() * (COPIES if parameter.requires_grad else 1)
+    return total
 
 
 def forecast(directory: Path, nbytes: int) -> str:

@@ -50,7 +50,7 @@ def check_disk(ctx: CheckContext) -> None:
     if not directories:
         ctx.ok("no --output_dir was given: nothing was written")
     model = ctx.report.measurements.get("model")
-    checkpoint = None if model is None else model["parameters"] * 4 * COPIES
+    checkpoint = None if model is None else model["trained_parameters"] * 4 * COPIES
     for flag, directory, kept in directories:
         existing = nearest_existing(directory)
         if not existing.is_dir():

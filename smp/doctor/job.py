@@ -30,8 +30,10 @@ def check_plan(ctx: CheckContext) -> None:
     shape, work = sizes(job)
     needed = sum(estimate_memory(shape, job.mesh, work).values())
     available = available_memory(job.device, ctx.launch.local_world_size)
-    data = {"parameters": shape.parameters, "vocab_size": job.model.hf_config.vocab_size, "needed_bytes": needed,
-            "available_bytes": available}  # fmt: skip
+    data = {
+        "parameters": shape.parameters, "trained_parameters": shape.trained(1).parameters,
+        "vocab_size": job.model.hf_config.vocab_size, "needed_bytes": needed, "available_bytes": available,
+    }  # fmt: skip
     ctx.measure("model", data)
     pipelines = {"training": job.train_data, "validation": job.validation_data}
     samples = {

@@ -9,6 +9,7 @@ from smp.config import ActivationConfig
 from smp.memory.host import estimate_host_memory
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
+from smp.parallel import lora
 from smp.parallel.activation_checkpoint import waiting_bytes
 
 # AdamW's two moments beside each parameter, all in fp32.
@@ -69,7 +70,9 @@ def disk_bytes(
     # A new one is whole before an old one goes.
     found = {"checkpoint": one, "kept checkpoints": one * (kept + 1)}
     if checkpoint.save_final_model:
-        found["final model"] = _FP32 * shape.parameters
+        trained = shape.trained(1).parameters
+        merged = shape.frozen_but is not None and work.settings[lora.Config].save_merged_model
+        found["final model"] = _FP32 * (shape.parameters - trained if merged else trained)
     activation = work.settings[ActivationConfig]
     blocks = shape.layers - activation.activation_loading_horizon
     if activation.offload_activations and activation.offload_dir is not None and blocks > 0:

@@ -180,8 +180,8 @@ class Planned:
         Args:
             mark: called with each phase that has ended.
         """
-        compiled = self._job.settings[ActivationConfig].compile
-        if self._predicted is None or compiled or step != self._first + _PROFILED:
+        due = self._predicted is not None and step == self._first + _PROFILED
+        if not due or self._job.settings[ActivationConfig].compile:  # reading settings copies them all: not each step
             yield mark
             return
         self._read_allocator()  # which the profile resets

@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM
 
 import smp
 import smp.cli
+from smp.checkpoint.disk_forecast import state_bytes
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import UserError
+from smp.models import added
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model
 from smp.parallel.adapter_config import read_settings, target_names
@@ -260,3 +262,15 @@ def test_layers_that_no_forward_calls_get_no_adapter(model_type, layer):
         with pytest.raises(UserError, match=f"has {layer}, whose weight the model reads without calling the layer"):
             smp.lora(model, 2, target_modules=targets)
     assert layers(smp.lora(model, 2, target_modules=["in_proj"]))
+
+
+def test_a_checkpoint_of_adapters_needs_the_space_of_what_it_contains(tmp_path):
+    model = build_reference("llama_gqa", torch.float32)
+    model.save_pretrained(tmp_path)
+    assert state_bytes(model, own=False) == 12 * sum(p.numel() for p in model.parameters())
+    smp.lora(model, rank=2)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - adapters
+    assert state_bytes(model, own=False) == 12 * adapters + 4 * frozen
+    added.leave_out_frozen(model, tmp_path)
+    assert state_bytes(model, own=False) == 12 * adapters

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
 
+from smp.config import Settings
 from smp.errors import UserError
-from smp.memory.shape import model_shape
+from smp.memory.shape import Trained, model_shape
 from smp.models.model_config import resolve_model
+from smp.parallel import lora
 from smp.plan.cost import cost_of, disk_bytes, host_bytes
 from smp.plan.devices import device_row
 from smp.plan.layouts import LONG, differences, layouts, parts
@@ -232,6 +235,12 @@ def test_bytes_of_hosts_and_disks():
     disk = disk_bytes(shape, layout.mesh, layout.work, config.checkpoint, local=8)
     assert disk["checkpoint"] == 12 * shape.parameters and disk["kept checkpoints"] == 4 * disk["checkpoint"]
     assert disk["final model"] == 4 * shape.parameters
+    adapters = dataclasses.replace(shape, frozen_but=Trained(1000, 0, 0, 10))
+    disk = disk_bytes(adapters, layout.mesh, layout.work, config.checkpoint, local=8)
+    assert (disk["checkpoint"], disk["final model"]) == (12_000, 4_000)
+    merging = dataclasses.replace(layout.work, settings=Settings((lora.Config(lora_rank=1, save_merged_model=True),)))
+    disk = disk_bytes(adapters, layout.mesh, merging, config.checkpoint, local=8)
+    assert disk["final model"] == 4 * (shape.parameters - 1000)
     host = host_bytes(shape, layout.mesh, layout.work, config.checkpoint, local=8)
     # All ranks of the host copy the whole state for the writer.
     assert 12 * shape.parameters <= host["checkpoint copy"] < 13 * shape.parameters
