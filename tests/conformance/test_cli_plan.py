@@ -113,7 +113,7 @@ def test_a_job_that_splits_sequences_is_planned(planner, call):
     # One sequence a step, for two devices.
     status, out, _ = call(*TINY, *words, "--global_batch_size", 1, "--tensor_parallel_degree", 1)
     assert status == 0 and re.search("^ +shard +tp +cp +batch", out, re.M) and "--context_parallel_degree 2" in out
-    assert "context" not in next(line for line in out.splitlines() if line.startswith("Not tried"))
+    assert "context" not in next(line for line in out.splitlines() if line.startswith("Not supported"))
     assert not re.search("^ +shard +tp +cp", call(*TINY)[1], re.M)
 
 
