@@ -97,14 +97,20 @@ def _indices(file: pathlib.Path, found: dict[str, Any]) -> dict[str | None, list
 def other_base(folder: pathlib.Path, base: str) -> str | None:
     """Return the base model that an adapter says it is of, if that is another than ``base``: a path or a hub's name.
 
-    A path that is not on this machine is taken for ``base`` where its last part is the same.
+    Where one of them is not on this machine the names are compared, without case: a path's last part, or the model's in
+    a hub's cache.
     """
     theirs = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(theirs, str) or not theirs:
         return None
     path, own = pathlib.Path(theirs).expanduser(), pathlib.Path(base).expanduser()
-    same = path.samefile(own) if path.exists() and own.exists() else path.name == own.name
+    same = path.samefile(own) if path.exists() and own.exists() else _model_name(path) == _model_name(own)
     return None if same else theirs
+
+
+def _model_name(path: pathlib.Path) -> str:
+    cached = next((part for part in path.parts if part.startswith("models--")), path.name)
+    return cached.rpartition("--")[2].lower()
 
 
 def _settings(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def by_rows(layer: nn.Module, weight: T) -> T:
 
 def by_token(tensor: torch.Tensor) -> torch.Tensor:
     """Reshape to ``(tokens, features)``."""
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.flatten(0, -2)  # of no features, too: a rank may have none of the head's trained rows
 
 
 def _wait(work: Any) -> None:

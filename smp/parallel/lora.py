@@ -45,8 +45,8 @@ def warn_of_base(adapter_path: str, base: str) -> None:
     """Warn of an adapter that says to be of another base model than ``base``."""
     if (theirs := other_base(pathlib.Path(adapter_path).expanduser(), base)) is not None:
         logger.warning(
-            "%s was trained beside %s, as its %s says, and is used beside %s, of the same shapes: beside other weights "
-            "it computes something else.", adapter_path, theirs, ADAPTER_CONFIG, base,
+            "%s was trained with %s, as its %s says, and is used with %s, of the same shapes: if those are other "
+            "weights, it computes something else.", adapter_path, theirs, ADAPTER_CONFIG, base,
         )  # fmt: skip
 
 

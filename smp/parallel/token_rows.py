@@ -5,6 +5,7 @@ They are a parameter beside the weight, as in peft's ``TrainableTokensLayer``; a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,26 +91,26 @@ def train_rows_of_embedding(embedding: nn.Embedding, tokens: Sequence[int]) -> N
     """
     rows = TokenRows(embedding, embedding, tokens)
     setattr(embedding, _MARK, rows)
-    forward, padding = embedding.forward, embedding.padding_idx
+    # No closure, which a deep copy of the model would share with it.
+    embedding.forward = functools.partial(_look_up, rows, embedding.forward)  # type: ignore[method-assign]
+
+
+def _look_up(rows: TokenRows, forward: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    embedding, found = rows.module, forward(ids)
+    if rows.left_out:
+        return found
+    places = rows.places
+    order = places.argsort()
+    index = order[torch.searchsorted(places, ids, sorter=order).clamp_(max=len(places) - 1)]
+    weight, padding = embedding._parameters["weight"], embedding.padding_idx
     own_padding = rows.tokens.index(padding) if padding in rows.tokens else None
-
-    def look_up(ids: torch.Tensor) -> torch.Tensor:
-        found = forward(ids)
-        if rows.left_out:
-            return found
-        places = rows.places
-        order = places.argsort()
-        index = order[torch.searchsorted(places, ids, sorter=order).clamp_(max=len(places) - 1)]
-        weight, kept = embedding._parameters["weight"], embedding.padding_idx
-        # By the model's own forward, which may scale.
-        embedding._parameters["weight"], embedding.padding_idx = rows.values(), own_padding  # type: ignore[assignment]
-        try:
-            trained = forward(index)
-        finally:
-            embedding._parameters["weight"], embedding.padding_idx = weight, kept
-        return torch.where((places[index] == ids).unsqueeze(-1), trained, found)
-
-    embedding.forward = look_up  # type: ignore[method-assign,assignment]
+    # By the model's own forward, which may scale.
+    embedding._parameters["weight"], embedding.padding_idx = rows.values(), own_padding  # type: ignore[assignment]
+    try:
+        trained = forward(index)
+    finally:
+        embedding._parameters["weight"], embedding.padding_idx = weight, padding  # type: ignore[assignment]
+    return torch.where((places[index] == ids).unsqueeze(-1), trained, found)
 
 
 def train_rows_of_head(head: nn.Linear, tokens: Sequence[int], owner: nn.Module) -> None:
@@ -118,9 +119,13 @@ def train_rows_of_head(head: nn.Linear, tokens: Sequence[int], owner: nn.Module)
     Args:
         owner: has the parameter: the head, or the embedding that it is tied to.
     """
-    setattr(head, _MARK, TokenRows(head, owner, tokens))
-    forward = head.forward
-    head.forward = lambda hidden: with_rows(head, hidden, forward(hidden))  # type: ignore[method-assign,assignment]
+    rows = TokenRows(head, owner, tokens)
+    setattr(head, _MARK, rows)
+    head.forward = functools.partial(_multiply, rows, head.forward)  # type: ignore[method-assign]
+
+
+def _multiply(rows: TokenRows, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    return with_rows(rows.module, hidden, forward(hidden))
 
 
 def with_rows(head: Any, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

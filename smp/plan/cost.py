@@ -72,7 +72,8 @@ def disk_bytes(
     if checkpoint.save_final_model:
         trained = shape.trained(1).parameters
         merged = shape.frozen_but is not None and work.settings[lora.Config].save_merged_model
-        found["final model"] = _FP32 * (shape.parameters - trained if merged else trained)
+        added = trained - shape.own_trained.parameters
+        found["final model"] = _FP32 * (shape.parameters - added if merged else trained)
     activation = work.settings[ActivationConfig]
     blocks = shape.layers - activation.activation_loading_horizon
     if activation.offload_activations and activation.offload_dir is not None and blocks > 0:

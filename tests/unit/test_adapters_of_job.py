@@ -85,7 +85,8 @@ def test_an_adapter_of_another_base_is_warned_of(tmp_path, caplog):
     shutil.copytree(tmp_path / "base", tmp_path / "copies" / "base")
     (tmp_path / "other").mkdir()
     for theirs, warned in (
-        (config["base_model_name_or_path"], False), ("org/base", False), ("/elsewhere/base", False), (None, False),
+        (config["base_model_name_or_path"], False), ("org/base", False), ("/elsewhere/Base", False), (None, False),
+        ("/elsewhere/models--org--base/snapshots/0123", False),
         ("org/other", True), (str(tmp_path / "other"), True), (str(tmp_path / "copies" / "base"), True),
     ):  # fmt: skip
         file.write_text(json.dumps({**config, "base_model_name_or_path": theirs}))
@@ -95,8 +96,8 @@ def test_an_adapter_of_another_base_is_warned_of(tmp_path, caplog):
         ):
             caplog.clear()
             use()
-            said = [text for text in caplog.messages if "was trained beside" in text]
-            assert len(said) == warned and all(f"beside {theirs}, as its adapter_config.json says" in t for t in said)
+            said = [text for text in caplog.messages if "was trained with" in text]
+            assert len(said) == warned and all(f"with {theirs}, as its adapter_config.json says" in t for t in said)
 
 
 def test_tokens_to_train_are_found_or_named(tmp_path, caplog):
