@@ -113,21 +113,19 @@ def base_dtypes(names: Iterable[str], hf_config: Any, weights: pathlib.Path) -> 
         names: of parameters and saved buffers; those that neither says are left out.
         weights: they may not be there any more.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     names, family = set(names), family_of(hf_config)
     usual = getattr(hf_config, "dtype", None)
     found = dict.fromkeys(names, usual) if isinstance(usual, torch.dtype) else {}
-    keys: dict[str, pathlib.Path] = {}
-    with contextlib.suppress(UserError):
-        keys = weight_map(weights)
-    for file in sorted(set(keys.values())):
-        with safe_open(file, framework="pt") as content:
-            for key in content.keys():  # noqa: SIM118
-                name, dtype = family.file_names.module_key(key), content.get_slice(key).get_dtype()
-                name = name if name in names else f"{family.base}.{name}"
-                if name in names and dtype in _DTYPES:
-                    found[name] = _DTYPES[dtype]
+    with contextlib.suppress(UserError, OSError, SafetensorError):
+        for file in sorted(set(weight_map(weights).values())):
+            with safe_open(file, framework="pt") as content:
+                for key in content.keys():  # noqa: SIM118
+                    name, dtype = family.file_names.module_key(key), content.get_slice(key).get_dtype()
+                    name = name if name in names else f"{family.base}.{name}"
+                    if name in names and dtype in _DTYPES:
+                        found[name] = _DTYPES[dtype]
     return found
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
+import hashlib
 import os
 import shlex
 from collections.abc import Callable, Collection, Sequence
@@ -46,10 +48,16 @@ def verify_together(path: Path, manifest: Manifest, *, content: bool) -> list[st
     return gathered([f"rank {rank}: {problem}" for problem in mine] if local else mine)
 
 
+def copies_of(cache: Storage, checkpoint: RemoteCheckpoint) -> Storage:
+    """Return the part of a cache that has the copies from one URL: no other run's checkpoint is replaced by them."""
+    url = hashlib.sha256(checkpoint.store.url.encode()).hexdigest()
+    return dataclasses.replace(cache, directory=cache.directory / url[:12])
+
+
 def fetch(checkpoint: RemoteCheckpoint, storage: Storage, *, content: bool) -> list[str]:
     """Copy a remote checkpoint to the storage's directory, each rank a share of the files, and publish it; collective.
 
-    A valid copy that is there is taken; a damaged one of that name is replaced, another checkpoint refused.
+    A valid copy that is there is taken; another one of that name is replaced.
 
     Args:
         content: read the files of a copy that is there; otherwise their names and sizes are compared.
@@ -58,14 +66,13 @@ def fetch(checkpoint: RemoteCheckpoint, storage: Storage, *, content: bool) -> l
         Problems, the same on all ranks: files that are not as they were written. Nothing is published then.
 
     Raises:
-        UserError: on every rank; a rank could not read or write, there is no space, or a checkpoint of that name.
+        UserError: on every rank; a rank could not read or write, or there is no space.
     """
     final = storage.directory / checkpoint.name
     manifest, data = together(lambda: asking(functools.partial(read_remote, checkpoint.store, checkpoint.name)))
     missing = gathered([] if _is_copy(final, data) else [f"{final} is no copy"])
     if not missing and not verify_together(final, manifest, content=content):
         return []
-    together(lambda: _refuse_other(final, checkpoint) if missing else None)
     together(lambda: _require_room(storage.directory, manifest, checkpoint))
     if dist.get_rank() == 0:
         logger.info("Downloading %s (%s) to %s.", checkpoint, readable(manifest.nbytes), storage.directory)
@@ -111,15 +118,6 @@ def _is_copy(final: Path, data: bytes) -> bool:
         return quick_problem(final) is None and (final / MANIFEST_FILE).read_bytes() == data
     except OSError:  # another job that shares the directory is replacing it
         return False
-
-
-def _refuse_other(final: Path, checkpoint: RemoteCheckpoint) -> None:
-    """Refuse to replace a valid checkpoint of the same name by a copy."""
-    if os.path.lexists(final) and quick_problem(final) is None:
-        raise UserError(
-            f"{final} is another checkpoint than {checkpoint}, and a copy of that would replace it: move it away, or "
-            f"give another --checkpoint_cache_dir"
-        )
 
 
 def _require_room(directory: Path, manifest: Manifest, checkpoint: RemoteCheckpoint) -> None:

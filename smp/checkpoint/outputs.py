@@ -18,7 +18,9 @@ from smp.models.preset import list_presets
 
 # Lists the files of an export with their sizes and digests, so that a later export may replace them and nothing else.
 MARKER = "smp_export.json"
-_SAMPLES, _SAMPLE = 16, 1 << 14  # of a file, and bytes of one
+OLDER = "older"
+_READ_IN_FULL = 64 << 20  # bytes of a file
+_SAMPLES, _SAMPLE = 16, 1 << 14  # of a larger one, and bytes of one
 
 # Settings that name what a run reads, of any model, adapter and data.
 _READ = (
@@ -34,14 +36,15 @@ def beside(directory: Path, suffix: str) -> Path:
 
 
 def identity(size: int, read: Callable[[int, int], bytes]) -> str:
-    """Return size and digest of a file, by samples of a large one: training on changes all of it.
+    """Return size and digest of a file: of all bytes, of a large one of samples, as training on changes all of it.
 
     Args:
         read: returns its bytes from a start to an end.
     """
     digest = hashlib.sha256()
-    for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
-        digest.update(read(start, min(start + _SAMPLE, size)))
+    step, length = (size // _SAMPLES, _SAMPLE) if size > _READ_IN_FULL else (max(size, 1), size)
+    for start in range(0, size, step):
+        digest.update(read(start, min(start + length, size)))
     return f"{size} {digest.hexdigest()}"
 
 
@@ -75,15 +78,16 @@ def not_exported(known: Mapping[str, list[str]], found: Mapping[str, Callable[[]
 
     Args:
         known: what the marker says.
-        found: what returns the identity of each file, by its name.
+        found: what returns the identity of each file, by its name; of a file without one, of an export of an earlier
+            version, ``OLDER`` where it is older than the marker.
     """
     names = sorted(found.keys() - ({MARKER} if known else set()))
     if foreign := [name for name in names if name not in known]:
         return f"{foreign[0]}, which no earlier export wrote"
     for name in names:
-        if not known[name]:
-            return f"{name}, which an earlier version of smp exported without its digest, so that it may have changed"
-        if found[name]() not in known[name]:
+        if not known[name] and found[name]() != OLDER:
+            return f"{name}, which may have changed since an earlier version of smp exported it"
+        if known[name] and found[name]() not in known[name]:
             return f"{name}, which has changed since it was exported"
     return None
 
@@ -110,7 +114,14 @@ def refuse_foreign_files(directory: Path) -> None:
 
     def identified(file: Path) -> str:
         try:
-            return _identity_of(file) if file.is_file() else ""  # what is no file may never answer
+            if not file.is_file():  # which may never answer
+                return ""
+            status = file.stat()
+            # The marker is the last that an export writes. A part of a large file may have changed between the samples.
+            newer = status.st_mtime_ns > marker.stat().st_mtime_ns
+            if known[file.relative_to(directory).as_posix()]:
+                return "" if newer and status.st_size > _READ_IN_FULL else _identity_of(file)
+            return "newer" if newer else OLDER
         except OSError:
             return ""
 
@@ -192,7 +203,8 @@ def refuse_mixing(flag: str, directory: Path, inputs: Mapping[str, Path]) -> Non
         UserError: naming both.
     """
     for what, path in inputs.items():
-        if _same(directory, next(_read_at(path))):
+        # What is wrong with a directory of checkpoints the search for one says.
+        if what != "--resume_from_checkpoint" and _same(directory, next(_read_at(path))):
             raise UserError(
                 f"--{flag} {directory} is where {what} {path} reads its files, and the run's would be mixed with them: "
                 f"give another directory"
@@ -213,5 +225,7 @@ def refuse_replacing(file: Path, flag: str, mark: bytes) -> None:
     if os.path.isfile(file):
         with contextlib.suppress(OSError), file.open("rb") as content:
             head = content.read(4096)
-    if os.path.exists(file) and mark not in head:
-        raise UserError(f"{flag}: {file} exists, smp did not write it, and it would be replaced: give another one")
+    if os.path.exists(file) and mark not in head and (head or not os.path.isfile(file)):
+        raise UserError(
+            f"{file} exists, smp did not write it, and it would be replaced: move it away, or give another {flag}"
+        )

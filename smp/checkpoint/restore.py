@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, zeros
 
 from smp.checkpoint.base import require_base
-from smp.checkpoint.fetch import fetch, gathered, verify_together
+from smp.checkpoint.fetch import copies_of, fetch, gathered, verify_together
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.remote import RemoteCheckpoint
@@ -95,8 +95,9 @@ class Search(Generic[Found]):
             elif self._cache is None:
                 return found
             else:
-                problems = fetch(path, self._cache, content=self._content)
-                copy = dataclasses.replace(path, copy=self._cache.directory / path.name)
+                copies = copies_of(self._cache, path)
+                problems = fetch(path, copies, content=self._content)
+                copy = dataclasses.replace(path, copy=copies.directory / path.name)
                 found = dataclasses.replace(found, checkpoint=copy)
             if not problems:
                 return found

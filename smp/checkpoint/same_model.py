@@ -11,7 +11,7 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.remote import RemoteCheckpoint
 from smp.errors import UserError
 from smp.models.added import added_parameters, files_apart
-from smp.models.hf_values import changed_config, is_dropout
+from smp.models.hf_values import changed_config, is_of_training
 from smp.parallel.adapter_config import saved_settings
 
 # Settings of adapters that scale their factors' product. The rank and the layers are in the tensors' shapes and names.
@@ -31,7 +31,7 @@ def check_architecture(path: Path | RemoteCheckpoint, saved: dict[str, Any], hf_
     found = [
         f"{key} {str(theirs)[:40]} there, {str(mine)[:40]} here"
         for key, (theirs, mine) in changed_config(saved, hf_config).items()
-        if not is_dropout(key)
+        if not is_of_training(key)
     ]
     if found:
         more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
@@ -86,4 +86,4 @@ def changes_in_training(path: Path | RemoteCheckpoint, manifest: Manifest, model
     )
     if theirs is not None and mine is not None and theirs["lora_dropout"] != mine["lora_dropout"]:
         found["lora_dropout"] = (theirs["lora_dropout"], mine["lora_dropout"])
-    return [f"{key} {before} -> {now}" for key, (before, now) in found.items() if is_dropout(key)]
+    return [f"{key} {before} -> {now}" for key, (before, now) in found.items() if is_of_training(key)]

@@ -17,6 +17,9 @@ from smp.errors import UserError
 from smp.report.page import render
 from smp.report.run_files import read_run
 
+# In the beginning of each page, also of earlier versions.
+_MARK = b"""content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
@@ -30,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     output = Path(options.output).expanduser().absolute() if options.output else directory / "report.html"
     if output.is_dir():
         raise UserError(f"--output {options.output} is a directory: give the name of a file")
-    refuse_replacing(output, "--output", b'<meta name="generator" content="smp">')
+    refuse_replacing(output, "--output", _MARK)
     page = render(read_run(directory), now=datetime.datetime.now(datetime.UTC)).encode()
     # Renamed when complete: a browser may be looking at an earlier one.
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")

@@ -101,6 +101,8 @@ OTHERWISE: Mapping[str, str] = {
     "layernorm_epsilon layer_norm_epsilon layer_norm_eps norm_eps rms_norm_eps",
     "leave it out: sequences are always packed, and --document_mask 1 keeps documents apart": "packing sample_packing "
     "eval_packing pack_sequences",
+    "--train_on assistant trains on the assistant's turns, as messages do by default": "assistant_only_loss",
+    "--train_on completion trains on completions, as such pairs do by default": "completion_only_loss",
     "leave it out: the job trains unless --evaluate_only 1 is given": "do_train",
     "--checkpoint_freq N saves every N steps": "save_strategy",
     "--checkpoint_type async_sharded saves while training continues": "async_save async_mode",

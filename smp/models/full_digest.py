@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import pathlib
+import re
 import threading
 from typing import Any
 
@@ -89,7 +90,8 @@ class FullDigest:
 
     def _kept(self) -> str | None:
         with contextlib.suppress(OSError, ValueError, UserError):
-            return self._path().read_text() or None
+            found = self._path().read_text()
+            return found if re.fullmatch("xxh3_128:[0-9a-f]{32}", found) else None  # a power cut may have cut it
         return None
 
     def _keep(self, digest: str) -> None:

@@ -267,14 +267,14 @@ _NOT_COMPUTED = {
 }  # fmt: skip
 
 
-def is_dropout(key: str) -> bool:
+def is_of_training(key: str) -> bool:
     """Tell whether a config's value is of training alone: a model computes the same with another one."""
-    return "drop" in key
+    return any(word in key for word in ("drop", "aux_loss", "z_loss", "jitter"))
 
 
 def is_computed(key: str) -> bool:
     """Tell whether a trained model computes otherwise with another value of a config's key, dotted where nested."""
-    return _NOT_COMPUTED.isdisjoint(key.split(".")) and not is_dropout(key)
+    return _NOT_COMPUTED.isdisjoint(key.split(".")) and not is_of_training(key)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

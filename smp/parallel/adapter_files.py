@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from collections.abc import Mapping, Set
 from typing import Any
@@ -15,6 +16,7 @@ from smp.delayed_init import values_rule
 from smp.errors import UserError
 from smp.models.init_rules import InitRule
 from smp.models.model_config import ModelConfig
+from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel.adapter_config import WEIGHTS, target_names
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora_config import Config
@@ -56,7 +58,7 @@ class GivenAdapter:
             what = "lacks" if wrong[0] in keys else "has"
             raise UserError(
                 f"--adapter_path: {self._file} {what} {wrong[0]}: it is an adapter of another model: give the one that "
-                f"it was trained beside"
+                f"it was trained with"
             )
 
     def rule(self, key: str, shape: tuple[int, ...]) -> InitRule:
@@ -68,8 +70,8 @@ class GivenAdapter:
         found = self._tensors[key]
         if tuple(found.shape) != shape:
             raise UserError(
-                f"--adapter_path: {self._file}: {key} is {tuple(found.shape)}, and the model's is {shape}: it is an "
-                f"adapter of another model: give the one that it was trained beside"
+                f"--adapter_path: {self._file}: {key} is {tuple(found.shape)}, and by {ADAPTER_CONFIG} and the model "
+                f"it would be {shape}: give the base model that it was trained with, and undo changes of that file"
             )
         return values_rule(found)
 
@@ -85,6 +87,8 @@ def config_text(
     """
     hf_config: Any = model.config
     base = settings[ModelConfig].hf_pretrained_model_name_or_dir or getattr(hf_config, "_name_or_path", None)
+    if base and os.path.isdir(base):  # whoever reads the file may be in another directory
+        base = os.path.abspath(base)
     return json.dumps(
         {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank, "lora_alpha": config.lora_alpha,

@@ -82,7 +82,8 @@ def chosen_tokens(settings: Settings, model: ResolvedModel, data: DataPipeline) 
     chosen = dataclasses.replace(config, lora_train_tokens=tuple(dict.fromkeys(map(str, ids))))
     if problems := trained_beside.problems_of(model.hf_config, chosen):
         raise UserError(problems[0])
-    why = f"untrained: {', '.join(untrained.values()) or 'no token of the data'}" if is_auto else "their ids"
+    found = f"untrained: {', '.join(untrained.values())}" if untrained else "no added token of the data is untrained"
+    why = found if is_auto else "their ids"
     return [Choice("lora_train_tokens", chosen.lora_train_tokens, why)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ def exit_status(main: Callable[[], int]) -> int:
     try:
         return main()
     except KeyboardInterrupt:  # before the first step
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hands on what the terminal has sent as well
         say_interrupted()
         return INTERRUPTED
     except Exception as error:

@@ -87,9 +87,9 @@ def check_fits(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifest) 
 def _saved_values(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifest) -> dict[str, Any]:
     """Return the settings to take from the checkpoint, by name; raises as :func:`check_fits`."""
     theirs, mine = adapter_settings(path, saved.model), job.config.lora.with_adapter()
-    if theirs is None or not mine.lora_rank:
+    if theirs is None:
         return {}
-    for name in SCALES:
+    for name in ("lora_rank", *SCALES):
         value = getattr(mine, name)
         if value == theirs[name]:
             continue
@@ -97,6 +97,11 @@ def _saved_values(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifes
             raise UserError(
                 f"checkpoint {path} has adapters of {name} {theirs[name]}, and {mine.adapter_path}/{ADAPTER_CONFIG} "
                 f"says {value}: undo that change, or start from the adapter without --resume_from_checkpoint"
+            )
+        if name == "lora_rank":
+            raise UserError(
+                f"checkpoint {path} has adapters of rank {theirs[name]}, and --lora_rank is {value}: give --lora_rank "
+                f"{theirs[name]}, or start from the model that `smp export --merge` writes of it"
             )
         if name in job.config.given:
             raise UserError(f"--{name} {flag_text(value)} is not that of checkpoint {path}, {theirs[name]}: leave it "

@@ -29,7 +29,10 @@ from smp.train.arguments import TrainConfig
 from smp.train.elsewhere import is_elsewhere
 
 # Files that a run replaces in its directory, by names that others use, too, and how smp's begin.
-_WRITTEN = {"config.yaml": b"# model FLOPs: ", PLAN: START, ERROR: START}
+_WRITTEN = {
+    "config.yaml": b"# model FLOPs: ", "metrics.jsonl": b'"step"', "history.jsonl": b'"event"',
+    "curves.png": b"Matplotlib", PLAN: START, ERROR: START,
+}  # fmt: skip
 
 
 def storages_of(config: TrainConfig, launch: Launch, run_dir: Path, model_name: str) -> list[Storage]:
@@ -81,7 +84,13 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
     for name, mark in _WRITTEN.items():
         problems.attempt(refuse_replacing, run_dir / name, "--output_dir", mark)
     if config.checkpoint.save_final_model:
+        caches = {
+            "data_cache_dir": config.data.data_cache_dir,
+            "checkpoint_cache_dir": config.checkpoint.checkpoint_cache_dir,
+            "offload_dir": config.activation.offload_dir,
+        }
         written = [(flag, directory) for flag, directory in locations if flag != "model_dir"]
+        written += [(flag, Path(text).expanduser().absolute()) for flag, text in caches.items() if text]
         problems.attempt(_check_final, Path(*final).absolute() if final else run_dir / "final", inputs, written)
         if model_dir and not final:
             problems.attempt(_check_final_url, model_dir, inputs)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp.checkpoint import mirror, object_store, writer
+from smp.checkpoint import fetch, mirror, object_store, writer
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.config import CheckpointConfig
 from smp.checkpoint.manifest import MANIFEST_FILE, problems_of_files, read_manifest
@@ -380,8 +380,6 @@ def test_a_job_whose_url_is_taken_in_the_middle_of_an_upload_uploads_no_more_fil
 
 
 def _no_room(folder: str) -> None:
-    from smp.checkpoint import fetch
-
     checkpoints = of(folder)
     checkpoints.save(1)
     checkpoints.finish()
@@ -389,13 +387,10 @@ def _no_room(folder: str) -> None:
         RemoteCheckpoint(ObjectStore(f"file://{folder}/there"), "model-1steps"),
         pathlib.Path(folder, "copy"),
     )
-    # Another run's checkpoints are no cache of this one's.
-    other = of(f"{folder}/other", here="checkpoints")
-    other.save(1, extra={"other": True})
-    other.finish()
-    kept = pathlib.Path(folder, "other", "checkpoints")
-    with pytest.raises(UserError, match=r"model-1steps is another checkpoint than .*: move it away, or give another"):
-        fetch.fetch(remote, Storage(kept), content=True)
+    # Copies from one URL replace neither another's nor a run's checkpoints.
+    elsewhere = RemoteCheckpoint(ObjectStore(f"file://{folder}/elsewhere"), "model-1steps")
+    folders = {fetch.copies_of(Storage(cache), each).directory for each in (remote, elsewhere)}
+    assert len(folders) == 2 and {each.parent for each in folders} == {cache}
     fetch.disk_free = lambda path: 10
     with pytest.raises(UserError, match=r"model-1steps has .* and .*/copy, where it is to be copied to, has 10 B free"):
         fetch.fetch(remote, Storage(cache), content=True)
@@ -487,7 +482,8 @@ def _copied(folder: str) -> None:
         return Search(candidate, latest=True, content=True, cache=Storage(copies))
 
     found = search().first().checkpoint
-    assert (found.name, found.copy) == ("model-1steps", copies / "model-1steps")
+    assert found.name == "model-1steps"
+    assert found.copy == fetch.copies_of(Storage(copies), found).directory / "model-1steps"
     assert problems_of_files(found.copy, read_manifest(found.copy), content=True) == []
     assert len(set(fetched)) == len(fetched) and not pathlib.Path(folder, "here", "model-1steps").exists()
     fetched.clear()

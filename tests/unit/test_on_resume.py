@@ -64,6 +64,8 @@ def of_adapters(hf_config, **changed):
         ({}, ["--lora_alpha", 64], "--lora_alpha 64.0 is not that of checkpoint .*ck, 8.0: leave it out"),
         ({}, ["--lora_alpha", 16], "--lora_alpha 16.0 is not that of checkpoint .*ck, 8.0: leave it out"),
         ({"use_rslora": True}, ["--lora_use_rslora", 0], "--lora_use_rslora 0 is not that of checkpoint .*ck, True"),
+        ({"r": 8}, [], "has adapters of rank 8, and --lora_rank is 4: give --lora_rank 8, or start from the model"),
+        ({}, ["--lora_rank", 0], "has adapters of rank 4, and --lora_rank is 0: give --lora_rank 4, or start"),
         ({"r": math.inf}, [], "checkpoint .*ck does not say how its adapters are scaled"),
         ({"lora_alpha": None}, [], "checkpoint .*ck does not say how its adapters are scaled"),
     ],

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import smp.cli
+from smp.checkpoint import outputs
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.model_store import refuse_foreign_objects, upload_model
 from smp.checkpoint.object_store import ObjectStore
@@ -72,9 +73,26 @@ def test_an_export_that_has_changed_since_is_kept(base, tmp_path):
     with pytest.raises(UserError, match="has changed since"):
         upload_model(base, url)
     marker = base / MARKER
-    marker.write_text(json.dumps({"files": list(json.loads(marker.read_text())["files"])}))
-    with pytest.raises(UserError, match=r"contains config.json, which an earlier version of smp exported without its"):
+    marker.write_text(json.dumps({"files": list(json.loads(marker.read_text())["files"])}))  # as earlier versions
+    refuse_foreign_files(base)
+    os.utime(base / "model.safetensors", ns=(0, marker.stat().st_mtime_ns + 1))
+    with pytest.raises(UserError, match=r"contains model.safetensors, which may have changed since an earlier version"):
         refuse_foreign_files(base)
+
+
+def test_a_change_between_the_samples_of_a_large_file_is_noticed(base, monkeypatch):
+    monkeypatch.setattr(outputs, "_READ_IN_FULL", 8192)
+    monkeypatch.setattr(outputs, "_SAMPLE", 1)
+    large = base.with_name("large")
+    export_hf(reference_model("llama_gqa"), large)
+    refuse_foreign_files(large)
+    file = large / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(0, (large / MARKER).stat().st_mtime_ns + 1))
+    with pytest.raises(UserError, match=r"contains model.safetensors, which has changed since it was exported"):
+        refuse_foreign_files(large)
 
 
 def test_what_makes_a_folder_a_model_is_removed_first_and_uploaded_last(base, tmp_path, monkeypatch):
@@ -160,7 +178,7 @@ def test_a_report_and_a_plan_replace_nothing_else(base, tmp_path, capsys):
     plan = ["plan", "--model_type", "llama_v2", "--num_layers", "1", "--device", "h100", "--json"]
     for words in (["report", str(run), "--output", str(weights)], [*plan, str(weights)]):
         assert smp.cli.main(words) == 2
-        assert "exists, smp did not write it, and it would be replaced: give another" in capsys.readouterr().err
+        assert "exists, smp did not write it, and it would be replaced: move it away, or" in capsys.readouterr().err
     assert weights.read_bytes() == before
     for _ in range(2):
         assert smp.cli.main(["report", str(run)]) == 0
