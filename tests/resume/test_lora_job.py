@@ -205,7 +205,7 @@ def test_what_cannot_be_used_is_one_sentence(folder):
     resume = ["--max_steps", 4, "--resume_from_checkpoint", checkpoint]
     for words, sentence in (
         ([*flags(folder, "a", "other"), *resume], "was made with other pretrained weights than"),
-        ([*flags(folder, "b"), *resume, "--lora_rank", 3], "lora_A"),
+        ([*flags(folder, "b"), *resume, "--lora_rank", 3], "has adapters of rank 2, and --lora_rank is 3"),
         (
             [*flags(folder, "c"), "--lora_target_modules", "q_prj", "--max_steps", 1],
             "is the end of no linear layer's name",
