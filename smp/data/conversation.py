@@ -138,10 +138,10 @@ class Chat:
         settings = {} if is_empty(settings) else settings
         if not isinstance(settings, dict):
             raise ConversationError(f"has chat_template_kwargs that are {a_type(settings)}; they must be an object")
-        given = {key: None if is_empty(sample.get(key)) else from_json(sample[key], key) for key in LISTS}
-        if given["documents"] and "documents" not in (self.template or ""):
+        if not is_empty(sample.get("documents")) and "documents" not in (self.template or ""):
             raise ConversationError("has documents, which the chat template does not read: give one that does")
-        return {**given, **settings}
+        lists = {key: None if is_empty(sample.get(key)) else from_json(sample[key], key) for key in LISTS}
+        return {**lists, **settings}
 
     def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text, and the begin and end of each in it."""

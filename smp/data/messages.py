@@ -158,7 +158,8 @@ def _calls(found: Any, name: str) -> list[dict[str, Any]] | None:
     if is_empty(found):
         return None
     calls = from_json(found, name)
-    functions = [each.get("function", each) if isinstance(each, dict) else each for each in calls or ()]
-    if not isinstance(calls, list) or not all(isinstance(each, dict) and each.get("name") for each in functions):
+    listed = calls if isinstance(calls, list) else [calls]
+    functions = [each.get("function", each) if isinstance(each, dict) else each for each in listed]
+    if calls is not listed or not all(isinstance(each, dict) and each.get("name") for each in functions):
         raise ConversationError(f"{name} must be a list of calls, each with a function's name, such as {CALLS}")
     return calls

@@ -207,7 +207,7 @@ def test_columns_beside_messages_are_obeyed():
             r'has functions, which is not read: give "tools": \[{"type": "function", "func',
         ),
         ("system_prompt", "Be long.", "has system_prompt, and messages that begin with another system message"),
-        ("documents", '[{"title": "t"}]', "has documents, which the chat template does not read"),
+        ("documents", "some text", "has documents, which the chat template does not read"),
         ("tools", "{", "has tools that are a text, which is not valid JSON"),
         ("tools", '{"a": 1}', "has tools that are a text of JSON with a dict; it must be a list"),
     ],
@@ -421,7 +421,7 @@ def test_conversations_that_cannot_be_used(sample, name, train_on, match):
 
 
 @pytest.mark.parametrize("name", ["chatml", "mistral", "smollm3"])
-@pytest.mark.parametrize("call", [{"name": "look", "arguments": "{}"}, ["look"], [{"function": "look"}], "look"])
+@pytest.mark.parametrize("call", [{"name": "look", "arguments": "{}"}, ["look"], [{"function": "look"}], "look", 5])
 def test_calls_that_templates_drop_are_refused(name, call):
     """OpenAI's function_call, renamed: the turn would end where it begins."""
     words = chat(name) if name != "chatml" else chat_of(chat_tokenizer(), "here", template=name, train_on="auto")
