@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from smp.compat.other_trainers import OURS, nearest
@@ -53,7 +53,7 @@ def add_estimator_settings(
     """
     if parameters:
         for name, value in _read_parameters("--mp_parameters", parameters, problems).items():
-            if flags.setdefault(name, [value]) != [value]:
+            if _plain(flags.setdefault(name, [value])) != _plain([value]):
                 problems.append(f"--mp_parameters says --{name} {value}, and that flag is given as well: leave one out")
         return
     try:
@@ -66,8 +66,13 @@ def add_estimator_settings(
         if given is None:
             flags[name] = [value]
             logger.info("%s, the estimator's parameters, gives --%s %s", VARIABLE, name, value)
-        elif list(map(str, given)) != [value]:
+        elif _plain(given) != _plain([value]):
             logger.warning("--%s is %s, as given, and not %s's %s", name, " ".join(map(str, given)), VARIABLE, value)
+
+
+def _plain(words: Iterable[Any]) -> list[str]:
+    """Return the words of a flag, with 1 and 0 for true and false."""
+    return [{"true": "1", "false": "0"}.get(str(word).lower(), str(word)) for word in words]
 
 
 def _read_parameters(source: str, text: str, problems: list[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from smp.data.columns import read_by, unread
+from smp.data.columns import SYSTEM, lacks_system, read_by, unread
 from smp.data.config import DataConfig
 from smp.data.conversation import Chat, chat_of
 from smp.data.convert import Format, Rows, joined, token_files
@@ -26,7 +26,7 @@ from smp.errors import UserError
 from smp.log import say
 
 _ALL_COLUMNS = ("",)
-_CONVERSION = 5  # raised by a change that gives a conversation other tokens or labels, so that no cache is used again
+_CONVERSION = 6  # raised by a change that gives a conversation other tokens or labels, so that no cache is used again
 MOST_NAMES = 20  # of columns in a warning
 log = logging.getLogger("smp.data")
 
@@ -84,7 +84,8 @@ def open_conversations(
     chat = chat_of(tokenizer, directory, template=config.chat_template, train_on=config.train_on)
     form, files = conversations_format(found.reader, words, chat, pairs=pairs), found.files
     stores = token_files(files, form, what=what, cache_dir=config.data_cache_dir)
-    _tell_columns(found, chat, what=what, pairs=pairs)
+    if not validation or config.evaluate_only:
+        _tell_columns(found, chat, what=what, pairs=pairs)
     for file, store in zip(files, stores, strict=True):
         if store.highest >= words.limit:  # encoded for a model with a larger vocabulary
             for chunk, _ in form.chunks(file):
@@ -103,15 +104,19 @@ def open_conversations(
 
 
 def _tell_columns(found: Found, chat: Chat, *, what: str, pairs: bool) -> None:
-    """Warn of columns of the first file's beginning that are not read, and of one that is read as a message."""
+    """Warn of columns of the first file's beginning that are not read, and of those that become a message."""
     reader, file = found.reader, found.files[0]
     chunk, _ = next(reader.chunks(_ALL_COLUMNS, file), (None, 0))
     samples = [] if chunk is None else [sample for _, sample in reader.examples(file, chunk)]
     if names := unread(samples, chat.template, pairs=pairs):
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         log.warning("%s: not read are %s%s", what, ", ".join(names[:MOST_NAMES]), more)
-    if any(not is_empty(sample.get("system")) and "system" in read_by(sample, pairs=pairs) for sample in samples):
-        log.warning("%s: the column system is the first message of conversations that begin with no other such", what)
+    for column in SYSTEM:
+        given = [each for each in samples if not is_empty(each.get(column)) and column in read_by(each, pairs=pairs)]
+        if any(lacks_system(each, pairs=pairs) for each in given):
+            log.warning(
+                "%s: the column %s becomes the first message of conversations without a system message", what, column
+            )
 
 
 def show(packed: PackedSamples, words: TextTokenizer, count: int) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from smp.data.columns import CONTEXT, refuse_columns
+from smp.data.columns import CONTEXT, SYSTEM, refuse_columns
 from smp.data.config import TrainOn
 from smp.data.messages import (
     ConversationError,
     Message,
+    form_of,
     from_json,
     from_other_forms,
     is_empty,
@@ -32,6 +33,7 @@ from smp.data.template import given_template, render
 from smp.data.text import prefix_of
 from smp.errors import UserError, a_type
 
+LISTS = ("tools", "documents")  # that templates are given
 NO_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 
 
@@ -65,11 +67,12 @@ class Chat:
                 render it.
         """
         refuse_columns(sample)
-        sample = from_other_forms(sample)
+        form, sample = form_of(sample), from_other_forms(sample)
         if sample.get("messages") is not None:
             if self.train_on == "completion":
                 raise ConversationError("has messages, and --train_on completion needs prompt and completion")
-            return self._encode_messages(_messages(sample, "messages"), sample)
+            name = "conversations" if form == ("conversations",) else "messages"
+            return self._encode_messages(_messages(sample, "messages", name), sample)
         if sample.get("prompt") is not None and sample.get("completion") is not None:
             texts = [isinstance(sample[key], str) for key in ("prompt", "completion")]
             if all(texts):
@@ -110,7 +113,8 @@ class Chat:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Encode messages, of which the ``last`` so many may be trained on, by default all."""
         given = self._given(sample)
-        messages = with_system(messages, sample.get("system"))
+        for column in SYSTEM:
+            messages = with_system(messages, sample.get(column), column)
         first = 0 if last is None else len(messages) - last
         text = self._render(messages, given)
         if _quotes_arguments(messages, text):
@@ -130,12 +134,14 @@ class Chat:
 
     def _given(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a sample gives to the template beside its messages."""
-        settings, documents = sample.get("chat_template_kwargs") or {}, sample.get("documents")
+        settings = sample.get("chat_template_kwargs")
+        settings = {} if is_empty(settings) else settings
         if not isinstance(settings, dict):
             raise ConversationError(f"has chat_template_kwargs that are {a_type(settings)}; they must be an object")
-        if not is_empty(documents) and "documents" not in (self.template or ""):
+        if not is_empty(sample.get("documents")) and "documents" not in (self.template or ""):
             raise ConversationError("has documents, which the chat template does not read: give one that does")
-        return {"tools": from_json(sample.get("tools"), "tools"), "documents": documents, **settings}
+        lists = {key: None if is_empty(sample.get(key)) else from_json(sample[key], key) for key in LISTS}
+        return {**lists, **settings}
 
     def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text, and the begin and end of each in it."""
@@ -258,12 +264,13 @@ def _labelled(ids: Sequence[int], trained: Any) -> tuple[np.ndarray, np.ndarray]
     return tokens, np.where(np.asarray(trained, bool), tokens, -100)
 
 
-def _messages(sample: Mapping[str, Any], key: str) -> list[Message]:
-    """Return the checked messages of a column."""
-    found = from_json(sample[key], key)
+def _messages(sample: Mapping[str, Any], key: str, name: str | None = None) -> list[Message]:
+    """Return the checked messages of a column, which the file calls ``name``."""
+    name = name or key
+    found = from_json(sample[key], name)
     for number, each in enumerate(found if isinstance(found, list) else ()):
-        refuse_columns(each if isinstance(each, dict) else {}, f"{key}[{number}]")
-    return messages_of(found, key)
+        refuse_columns(each if isinstance(each, dict) else {}, f"{name}[{number}]")
+    return messages_of(found, name)
 
 
 def _rewritten(at: int) -> str:

@@ -351,7 +351,8 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
             log.info("--use_synthetic_data 1: %s is not read", config.training_dir)
         rows = SyntheticRows(config.synthetic_samples, length, vocab_size=vocab, seed=batch.seed, stream=split)
         return rows, eos
-    found = find_split(config, split)
+    # A part of the training data is told of with that.
+    found = find_split(config, split, tell=split == "train" or config.evaluate_only or not config.validation_split)
     if config.is_chat:
         words = tokenizer()
         words.require_below(vocab)

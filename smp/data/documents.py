@@ -11,6 +11,7 @@ import numpy as np
 from smp.data.packing import BLOCK, RowSource, WindowRows
 from smp.data.token_cache import IGNORED, Columns
 
+SHARE = 0.01  # of the documents that may be without a token that is trained on
 log = logging.getLogger("smp.data")
 
 
@@ -49,7 +50,7 @@ def tell_documents(source: RowSource, end: int, of_model: bool, *, what: str) ->
         "%s: documents end with %s: %d in %d rows or texts (%d tokens)", what, whose, found.documents, found.rows,
         tokens,
     )  # fmt: skip
-    if found.untrained:
+    if found.untrained > SHARE * found.documents:
         log.warning(
             "%s: %d of these %d documents have no token that is trained on, and no answer sees them: where the token "
             "ends each turn of a conversation, --document_mask 0 shows the answers their questions",
@@ -58,7 +59,10 @@ def tell_documents(source: RowSource, end: int, of_model: bool, *, what: str) ->
 
 
 def _counted(store: Columns, end: int, most: int) -> _Counts:
-    """Count in the first ``most`` tokens; a document of one token is padding."""
+    """Count in the first ``most`` tokens; a document of one id alone is padding.
+
+    What follows of a document that they cut may be trained on.
+    """
     tokens = np.asarray(store.tokens[:most])
     starts = np.asarray(store.offsets[:-1])
     starts = starts[starts < len(tokens)]
@@ -68,9 +72,13 @@ def _counted(store: Columns, end: int, most: int) -> _Counts:
         ends &= shown[:-1] & shown[1:]
     inside = np.setdiff1d(np.flatnonzero(ends) + 1, starts)
     bounds = np.union1d(starts, inside)
-    real = np.diff(bounds, append=len(tokens)) > 1
-    untrained = 0
-    if store.labels is not None and len(bounds):
-        trained = np.add.reduceat(np.asarray(store.labels[:most]) != IGNORED, bounds)
-        untrained = int((real & (trained == 0)).sum())
-    return _Counts(len(starts), len(inside), int(real.sum()), untrained)
+    if not len(bounds):
+        return _Counts()
+    differs = np.append(False, tokens[1:] != tokens[:-1])
+    differs[bounds] = False
+    real = np.logical_or.reduceat(differs, bounds)
+    untrained = np.zeros_like(real)
+    if store.labels is not None:
+        untrained = real & ~np.logical_or.reduceat(np.asarray(store.labels[:most]) != IGNORED, bounds)
+        untrained[-1] &= len(tokens) == len(store.tokens)
+    return _Counts(len(starts), len(inside), int(real.sum()), int(untrained.sum()))

@@ -25,7 +25,7 @@ def encode_pair(chat: Chat, sample: Mapping[str, Any]) -> list[Encoded]:
     Raises:
         ConversationError: it is none of these, both answers are the same, or one has nothing that could be compared.
     """
-    refuse_columns(sample)
+    refuse_columns(sample, pairs=True)
     for key in ("chosen", "rejected"):
         if sample.get(key) is None:
             raise ConversationError(

@@ -15,6 +15,7 @@ from smp.config import AUTO
 from smp.data.config import DataConfig, Split
 from smp.data.hf import SPLIT_NAMES, TABLES, named_files, open_mapped, saved_files
 from smp.data.jsonl import LINES
+from smp.data.messages import FORMS
 from smp.data.packing import PackedRows, WindowRows
 from smp.data.rows import COLUMNS, Reader, open_ids, refuse_unread, texts_format
 from smp.data.storage import ARROW, CSV, GLOB_CHARACTERS, JSONL, PARQUET, TEXT, DataFile, list_files
@@ -25,9 +26,7 @@ KINDS = {"JSON lines": JSONL, "text": TEXT, "parquet": PARQUET, "Arrow": ARROW, 
 OF_TYPE = {"auto": tuple(KINDS), "gpt_jsonl": ("JSON lines",), "hf": ("parquet", "Arrow", "CSV"), "text": ("text",)}
 OF_TYPE["chat"] = ("JSON lines", *OF_TYPE["hf"])
 
-CONVERSATIONS = (
-    ("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("chosen", "rejected"),
-)  # fmt: skip
+ANSWERS = ("chosen", "rejected")
 
 # As `datasets` has them, which takes such files of a folder for other splits.
 HELD_OUT = {"validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"}
@@ -64,7 +63,9 @@ class Found:
             yield from self.reader.read(file, columns)
 
 
-def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", zipped: bool | None = None) -> Found:
+def find_data(
+    paths: Sequence[str], split: str, *, dataset_type: str = "auto", zipped: bool | None = None, tell: bool = True
+) -> Found:
     """Find the data files of paths, and their kind.
 
     Args:
@@ -72,6 +73,7 @@ def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", z
         split: of a saved DatasetDict: ``train`` or ``validation``.
         dataset_type: what to look for; ``auto`` is everything.
         zipped: see :func:`smp.data.storage.list_files`.
+        tell: warn of files that are not read, and of those of other splits that are.
 
     Raises:
         UserError: nothing is there, or data of more than one kind.
@@ -80,29 +82,31 @@ def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", z
     if "Arrow" in kinds and len(paths) == 1 and (saved := saved_files(paths[0], split)) is not None:
         return Found(shown, "Arrow", saved, saved=True)
     extensions = tuple(extension for kind in kinds for extension in KINDS[kind])
-    files = [file for path in paths for file in list_files(path, extensions=extensions, zipped=zipped)]
+    files = [file for path in paths for file in list_files(path, extensions=extensions, zipped=zipped, tell=tell)]
     if len(paths) > 1:
         urls = collections.Counter(os.path.realpath(file.url) for file in files)
         if twice := next((file.url for file in files if urls[os.path.realpath(file.url)] > 1), None):
             raise UserError(f"{shown} names {twice} twice, which would be read twice: give it once")
     counts = collections.Counter(_kind(file, kinds) for file in files)
-    if dataset_type == "auto" and len(counts) > 1 and (tables := counts.pop("CSV", 0)):
-        log.warning("%s: %d CSV file(s) not read beside others: --dataset_type hf reads them", shown, tables)
+    if dataset_type in ("auto", "chat") and len(counts) > 1 and (tables := counts.pop("CSV", 0)):
+        if tell:
+            log.warning("%s: %d CSV file(s) not read beside others: 'FOLDER/*.csv' reads them", shown, tables)
         files = [file for file in files if _kind(file, kinds) != "CSV"]
     if len(counts) > 1:
         found = " and ".join(f"{count} {kind} file(s)" for kind, count in sorted(counts.items()))
         rarest = KINDS[min(counts, key=lambda kind: counts[kind])][0]
+        fitting = [each for each, read in OF_TYPE.items() if len(counts.keys() & {*read}) == 1]
         raise UserError(
-            f"{shown} contains {found}; a source has one kind: give a glob in quotes, such as 'FOLDER/*{rarest}', or "
-            f"choose with --dataset_type gpt_jsonl, text or hf"
+            f"{shown} contains {found}; a source has one kind: give a glob in quotes, such as 'FOLDER/*{rarest}'"
+            + f", or choose with --dataset_type {' or '.join(fitting)}" * bool(fitting and dataset_type == AUTO)
         )
-    if split == "train" and not any(character in shown for character in GLOB_CHARACTERS):
+    if tell and split == "train" and not any(character in shown for character in GLOB_CHARACTERS):
         _warn_of_other_splits(shown, files)
     return Found(shown, next(iter(counts)), files)
 
 
-def find_split(config: DataConfig, split: Split) -> Found:
-    """Find the files of one split; raises UserError where there are none."""
+def find_split(config: DataConfig, split: Split, *, tell: bool = True) -> Found:
+    """Find the files of one split; raises UserError where there are none. ``tell`` is that of :func:`find_data`."""
     of_training = split == "train" or bool(config.validation_split)
     flag, part = ("training_dir", "train") if of_training else ("test_dir", "validation")
     path: str | None = getattr(config, flag)
@@ -116,7 +120,7 @@ def find_split(config: DataConfig, split: Split) -> Found:
     if path is None:
         raise UserError(f"no {split} data: set --{flag}")
     try:
-        return find_data([path], part, dataset_type=config.dataset_type, zipped=config.zipped_data)
+        return find_data([path], part, dataset_type=config.dataset_type, zipped=config.zipped_data, tell=tell)
     except UserError as error:
         kind = "" if config.dataset_type == AUTO else f" with --dataset_type {config.dataset_type}"
         raise UserError(f"--{flag}{kind}: {error}") from None
@@ -135,7 +139,8 @@ def with_type(config: DataConfig, *, pairs: bool, look: bool = True) -> DataConf
         return config
     if look and not pairs:
         with contextlib.suppress(UserError):
-            pairs = _has_conversations(find_split(config, "validation" if config.evaluate_only else "train"))
+            split: Split = "validation" if config.evaluate_only else "train"
+            pairs = _has_conversations(find_split(config, split, tell=False))  # opening it tells
             if pairs:
                 log.info("The data has conversations: they are read as by --dataset_type chat")
     return dataclasses.replace(config, dataset_type="chat") if pairs else config
@@ -188,7 +193,7 @@ def open_rows(
         raise UserError(
             f"--text_document_separator is for text files, and {found.path} contains {found.kind}: leave it out"
         )
-    if found.kind != "text" and not _is_text(found, text_key):
+    if found.kind != "text" and not _is_text(found, text_key, what):
         is_local = not any("://" in file.url or file.zipped for file in files)
         if (
             found.kind == "Arrow"
@@ -212,7 +217,7 @@ def open_rows(
     )
 
 
-def _is_text(found: Found, text_key: str) -> bool:
+def _is_text(found: Found, text_key: str, what: str) -> bool:
     """Return whether the first row has a text and no ids.
 
     Raises:
@@ -221,8 +226,11 @@ def _is_text(found: Found, text_key: str) -> bool:
     """
     where, row = next(found.examples(COLUMNS), ("", {}))
     if "input_ids" not in row:
-        if _is_conversation(row, text_key):
-            raise UserError(f"{found.path} contains conversations: train on them with --dataset_type chat")
+        if _form(row) and text_key not in row:
+            advice = "train on them with --dataset_type chat"
+            if what == "validation data":
+                advice = "--dataset_type chat reads them, where the training data is conversations, too"
+            raise UserError(f"{found.path} contains conversations: {advice}")
         return text_key in row
     refuse_unread(row, where)
     return False
@@ -231,15 +239,15 @@ def _is_text(found: Found, text_key: str) -> bool:
 def _has_conversations(found: Found) -> bool:
     """Return whether the first row is a conversation or a pair of answers; raises UserError where it cannot be read."""
     row = {} if found.kind == "text" else next(found.examples(COLUMNS), ("", {}))[1]
-    if row.keys() >= {"messages", "text"} and "input_ids" not in row:
+    form = () if "input_ids" in row else _form(row)
+    if form and "text" in row:
         log.warning(
-            "Rows have messages and text: all of the text is trained on; --dataset_type chat reads the messages"
-        )
-    return _is_conversation(row, "text")
+            "Rows have %s and text: all of the text is trained on; %s reads %s", ", ".join(form),
+            "--dpo 1" if form == ANSWERS else "--dataset_type chat", " and ".join(form),
+        )  # fmt: skip
+    return bool(form) and "text" not in row
 
 
-def _is_conversation(row: Mapping[str, Any], text_key: str) -> bool:
-    """Return whether a row has the columns of a conversation or of a pair, and neither ids nor a text."""
-    if row.keys() & {"input_ids", text_key}:
-        return False
-    return any(row.keys() >= {*form} for form in CONVERSATIONS)
+def _form(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns by which a row is a conversation or a pair of answers; () where it is neither."""
+    return next((form for form in (*FORMS[:-1], ANSWERS) if row.keys() >= {*form}), ())

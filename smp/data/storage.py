@@ -109,15 +109,18 @@ def reading(path: str) -> Iterator[None]:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = None) -> list[DataFile]:
+def list_files(
+    path: str, *, extensions: tuple[str, ...], zipped: bool | None = None, tell: bool = True
+) -> list[DataFile]:
     """List the data files of a file, a folder (its direct children), a glob or a URL of any of them, sorted by path.
 
-    A link is read as what it points to. What looks like data and is not read is logged as a warning.
+    A link is read as what it points to.
 
     Args:
         extensions: those of data files in a folder, such as ``(".json", ".jsonl")``, in any case; ``.gz`` may follow
             each.
         zipped: True keeps only ``.gz`` files, False only the others, None both.
+        tell: log what looks like data and is not read as a warning.
 
     Raises:
         UserError: nothing is there, or nothing of it is data, or a file is empty or in a format that is not read.
@@ -131,7 +134,7 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
         left_out = _left_out(fs, path, found, kept, extensions)
         if not wanted:
             raise UserError(_nothing_found(path, endings, filtered=len(kept), zipped=zipped, left_out=left_out))
-        if left_out:
+        if left_out and tell:
             log.warning("%s: %s", path, left_out)
         files = [_describe(fs, each) for each in sorted(wanted)]
     _refuse_twins(path, files)

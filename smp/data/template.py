@@ -82,14 +82,18 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Interrupt what computes for too long, which Python can in its main thread: the job's, or a worker process's."""
+    """Interrupt what computes for too long, which Python can in its main thread: the job's, or a worker process's.
+
+    The timer counts the CPU time of all of the process's threads.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     former = signal.signal(signal.SIGVTALRM, _interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, former)
+        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import processors
 
 from smp.data import template
-from smp.data.columns import unread
+from smp.data.columns import lacks_system, unread
 from smp.data.conversation import Chat, chat_of
 from smp.data.messages import TRAINED, ConversationError
 from smp.data.pairs import encode_pair
@@ -152,8 +152,13 @@ def test_columns_beside_messages_are_obeyed():
     turns, tools = ASKED[1:3], [{"type": "function", "function": {"name": "look"}}]
     alone = chat("llama3_1").encode({"messages": ASKED[:3]})
     same = {"system": ASKED[0]["content"], "label": True, "images": [], "tool_defs": None, "weight": 1, "id": 7}
-    for sample in ({"messages": turns, **same}, {"messages": ASKED[:3], **same}):
-        assert marked(*chat("llama3_1").encode(sample)) == marked(*alone)
+    metrics = {"loss": 1.7, "train": False, "weight": "1.0", "loss_mask": 1, "label": 0}  # named in the warning
+    prompted = {"system_prompt": ASKED[0]["content"], **metrics}
+    for more in (same, prompted):
+        for sample in ({"messages": turns, **more}, {"messages": ASKED[:3], **more}):
+            assert marked(*chat("llama3_1").encode(sample)) == marked(*alone)
+            assert lacks_system(sample, pairs=False) == (sample["messages"] is turns)
+    assert unread([{"messages": turns, **metrics}], "", pairs=False) == list(metrics)
     pair = encode_pair(chat("llama3_1"), {"prompt": turns[:1], "chosen": turns[1:], "rejected": ASKED[4:], **same})
     completion = {"prompt": turns[:1], "completion": turns[1:], **same}
     assert marked(*pair[0]) == marked(*alone) == marked(*chat("llama3_1").encode(completion))
@@ -163,6 +168,14 @@ def test_columns_beside_messages_are_obeyed():
         "{% endfor %}",
     )
     called = {**TOOLS[1], "tool_calls": json.dumps(TOOLS[1]["tool_calls"])}
+    for nothing in ("[]", "{}", " null ", "", [], None, False):
+        columns = ("functions", "image", "documents", "tools", "system_prompt", "history", "chat_template_kwargs")
+        uncalled = [turns[0], {**turns[1], "tool_calls": nothing}]
+        said = {"instruction": turns[0]["content"], "output": turns[1]["content"]}
+        for form in ({"messages": turns}, {"messages": uncalled}, {"prompt": "a", "completion": "b"}, said):
+            sample = {**form, **dict.fromkeys(columns, nothing)}
+            expected = {"messages": turns} if "messages" in form else form
+            assert marked(*listed.encode(sample)) == marked(*listed.encode(expected))
     for given, text in ((tools, json.dumps(tools)), ([], "")):
         sample = {"messages": turns, "tools": given, "documents": [{"title": "a", "text": "b"}]}
         expected = listed.encode({**sample, "tools": given or None})
@@ -180,13 +193,23 @@ def test_columns_beside_messages_are_obeyed():
         ("system", "Be long.", "has system, and messages that begin with another system message"),
         ("system", ["Be long."], "has system that is a list; it must be a text"),
         ("label", False, "has label false, which marks an answer that is not desired"),
+        ("kto_tag", "False", "has kto_tag false, which marks an answer that is not desired"),
         ("tool_defs", [{"name": "f"}], "has tool_defs, which is not read: rename it to tools"),
         ("documents", [{"title": "t", "text": "x"}], "has documents, which the chat template does not read"),
         ("loss_mask", [0, 1], "has loss_mask beside the texts, which is not read: remove it"),
         ("assistant_masks", [0, 1], "has assistant_masks beside the texts, which is not read: remove it"),
+        ("loss_mask", 0, "has loss_mask beside the texts, which is not read: remove it"),
         ("loss_weight", 0.5, "has loss_weight beside the texts, which is not read"),
+        ("weight", "0", "has weight beside the texts, which is not read"),
+        (
+            "functions",
+            '[{"name": "f"}]',
+            r'has functions, which is not read: give "tools": \[{"type": "function", "func',
+        ),
+        ("system_prompt", "Be long.", "has system_prompt, and messages that begin with another system message"),
+        ("documents", "some text", "has documents, which the chat template does not read"),
         ("tools", "{", "has tools that are a text, which is not valid JSON"),
-        ("tools", "{}", "has tools that are a text of JSON with a dict; it must be a list"),
+        ("tools", '{"a": 1}', "has tools that are a text of JSON with a dict; it must be a list"),
     ],
 )
 def test_columns_that_change_a_conversation_are_refused_by_name(column, value, match):
@@ -297,6 +320,12 @@ def test_where_a_template_comes_from(tmp_path, kind):
 
 def test_a_template_that_does_not_end_is_interrupted(monkeypatch):
     monkeypatch.setattr(template, "RENDER_SECONDS", 0.2)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 900)  # the caller's
+    try:
+        shown("qwen3", ASKED)
+        assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 800
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     former = signal.getsignal(signal.SIGVTALRM)
     with pytest.raises(ConversationError, match=r"computes for more than 0.2 seconds, as one that loops without end"):
@@ -316,13 +345,19 @@ def test_forms_of_sharegpt_and_alpaca_are_messages():
         {"conversations": json.dumps(turns)},
         {"conversations": turns[1:], "system": ASKED[0]["content"]},
         {**lines, "system": ASKED[0]["content"]},
+        {**lines, "system": ASKED[0]["content"], "text": "all of it, with the question"},
+        {"conversations": turns, "text": "all of it, with the question"},
     ):
         assert marked(*chat("qwen3").encode(sample)) == expected
     assert "user\nWhere is\nthe whale?<|im_end|>" in marked(*chat("qwen3").encode(alpaca))
     left_out = [*turns, turns[1], {**turns[2], "weight": 0}]
     assert marked(*chat("llama3_1").encode({"conversations": left_out})).count("⟦") == 1
     for sample, match in (
-        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "role 'function_call'; allowed"),
+        ({"conversations": [{"from": "f", "value": "{}"}]}, r"conversations\[0\] has from 'f'; allowed: human, gpt"),
+        ({"conversations": [{"from": "gpt", "value": 1}]}, r"conversations\[0\] has value that is an int; it must be"),
+        ({"conversations": [ASKED[1], {"role": "f"}]}, r"conversations\[1\] has role 'f'; allowed: system"),
+        ({"conversations": [{**ASKED[1], "images": ["a"]}]}, r"conversations\[0\] has images"),
+        ({**alpaca, "output": 1}, "has output that is an int; it must be a text"),
         ({**alpaca, "history": [["a", "b"]]}, "has history, which is not read"),
         ({"instruction": "a", "output": None}, "keys found: instruction, output; needed is messages"),
     ):
@@ -350,7 +385,10 @@ def test_prompt_and_completion_and_text():
         ({"texts": []}, "qwen3", "auto", "keys found: texts; needed is messages, or prompt"),
         ({"messages": []}, "qwen3", "auto", "messages must be a list of messages, it is empty"),
         ({"prompt": "a", "completion": ASKED[2:3]}, "qwen3", "auto", "of messages, they are a str and a list"),
-        ({"conversations": []}, "qwen3", "auto", "messages must be a list of messages, it is empty"),
+        ({"conversations": []}, "qwen3", "auto", "conversations must be a list of messages, it is empty"),
+        ({"messages": " [] "}, "qwen3", "auto", "messages must be a list of messages, it is empty"),
+        ({"prompt": "a", "completion": "b", "label": 0}, "qwen3", "auto", "has label 0, which marks an answer"),
+        ({"prompt": "a", "completion": "b", "label": "False"}, "qwen3", "auto", "has label false, which marks an ans"),
         ({"messages": [{**ASKED[1], "weight": 1}]}, "qwen3", "auto", r"\[0\] has role 'user' and weight 1; allowed: 0"),
         ({"messages": [{**ASKED[2], "weight": 0.5}]}, "qwen3", "auto", "weight 0.5; allowed: 0, and 1 for assistant"),
         ({"messages": [ASKED[1], {**ASKED[2], "train": False}]}, "qwen3", "all", "2 is not to be trained on"),
@@ -364,7 +402,7 @@ def test_prompt_and_completion_and_text():
         ({"messages": [{"role": "human", "content": "x"}]}, "qwen3", "auto", "role 'human'; allowed: system"),
         ({"messages": [ASKED[1], {**ASKED[2], "train_detail": [{"a": 1}]}]}, "qwen3", "auto", "and train_detail"),
         ({"messages": [{**ASKED[1], "images": ["a"]}]}, "qwen3", "auto", r"messages\[0\] has images, and only text"),
-        ({"messages": [ASKED[1], {**ASKED[2], "function_call": {"name": "f"}}]}, "qwen3", "auto", "rename it to tool"),
+        ({"messages": [ASKED[1], {**ASKED[2], "function_call": {"name": "f"}}]}, "qwen3", "auto", "give .tool_calls"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "qwen3", "auto", "has system, and a prompt that is a text"),
         ({"messages": [{"role": "user", "content": None}]}, "qwen3", "auto", "content that is null; it must be"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "qwen3", "auto", "not text"),
@@ -380,6 +418,16 @@ def test_prompt_and_completion_and_text():
 def test_conversations_that_cannot_be_used(sample, name, train_on, match):
     with pytest.raises(ConversationError, match=match):
         chat(name, train_on).encode(sample)
+
+
+@pytest.mark.parametrize("name", ["chatml", "mistral", "smollm3"])
+@pytest.mark.parametrize("call", [{"name": "look", "arguments": "{}"}, ["look"], [{"function": "look"}], "look", 5])
+def test_calls_that_templates_drop_are_refused(name, call):
+    """OpenAI's function_call, renamed: the turn would end where it begins."""
+    words = chat(name) if name != "chatml" else chat_of(chat_tokenizer(), "here", template=name, train_on="auto")
+    turns = [ASKED[1], {"role": "assistant", "content": None, "tool_calls": call}]
+    with pytest.raises(ConversationError, match=r"messages\[1\].tool_calls (must be a list of calls|that are a text)"):
+        words.encode({"messages": turns})
 
 
 @pytest.mark.parametrize("role", ["developer", "tool"])

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.sample.build import HERE
+from smp.data import documents
 from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
 from smp.errors import UserError
 from tests.flags import plan_of
@@ -127,6 +128,18 @@ def test_a_folder_of_several_kinds_is_refused_unless_one_is_chosen(tmp_path):
         opened(folder, tmp_path)
     chosen = tokens(folder, tmp_path, dataset_type="gpt_jsonl")
     assert chosen == tokens(folder / "*.jsonl", tmp_path) != tokens(folder, tmp_path, dataset_type="text")
+
+
+def test_the_types_of_a_refused_folder_are_those_that_read_one_of_its_kinds(tmp_path):
+    folder = write("txt", tmp_path / "d", TEXTS[:2])
+    (folder / "a.jsonl").write_text('{"text": "One line."}\n')
+    (folder / "a.csv").write_text("text\nOne line.\n")
+    with pytest.raises(UserError, match=r"or choose with --dataset_type gpt_jsonl or text or chat$"):
+        opened(folder, tmp_path)
+    write("parquet", tmp_path / "p", TEXTS[:2])
+    (tmp_path / "p" / "a.jsonl").write_text('{"text": "One line."}\n')
+    with pytest.raises(UserError, match=r"such as 'FOLDER/\*.json'$"):
+        opened(tmp_path / "p", tmp_path, dataset_type="chat")
 
 
 def test_files_of_other_splits_in_a_folder_are_told(tmp_path, caplog):
@@ -344,6 +357,10 @@ def test_document_mask_of_ids_uses_the_end_that_the_model_names(tmp_path, caplog
         ([{"input_ids": [5, 0, 6, 0]}] * 2, "4 in 2 rows or texts (8 tokens)"),
         ([{"input_ids": [5, 0, 6, 0, 0, 0], "labels": [5, 0, 6, 0, -100, -100]}], "2 in 1 rows or texts (6 tokens)"),
         ([{"input_ids": [5, 0, 6, 0], "labels": [-100, -100, 6, 0]}], "1 of these 2 documents have no token that is"),
+        (  # padding of another id
+            [{"input_ids": [5, 0, 6, 0, 7, 7], "labels": [5, 0, 6, 0, -100, -100]}],
+            "2 in 1 rows or texts (6 tokens)",
+        ),
         ([{"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 1, 0]}], "separates nothing"),
     ],
 )
@@ -357,7 +374,25 @@ def test_document_mask_says_what_it_separates(tmp_path, caplog, rows, told):
     assert ("trained on" in caplog.text) == ("trained" in told or "have no token" in told)
 
 
+def test_a_document_that_the_counted_tokens_cut_is_not_said_to_be_untrained(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK", 6)
+    (tmp_path / "a.jsonl").write_text(
+        '{"input_ids": [5, 6, 0, 7, 8, 9, 6, 0], "labels": [5, 6, 0, -100, -100, -100, 6, 0]}'
+    )
+    caplog.set_level("INFO")
+    config = DataConfig(training_dir=str(tmp_path), document_mask=True, data_cache_dir=str(tmp_path / "cache"))
+    create_data_pipeline(config, split="train", batch=shape(eos_token_id=0))
+    assert "2 in 1 rows or texts (6 tokens)" in caplog.text and "trained on" not in caplog.text
+    monkeypatch.setattr(documents, "BLOCK", 8)
+    monkeypatch.setattr(documents, "SHARE", 0.5)
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [5, 6, 0, 7, 8, 0], "labels": [5, 6, 0, -100, -100, -100]}')
+    create_data_pipeline(config, split="train", batch=shape(eos_token_id=0))
+    assert "have no token that is trained on" not in caplog.text
+
+
 def test_conversations_are_named_where_they_are_not_asked_for(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "Where?"}]}\n')
     with pytest.raises(UserError, match="contains conversations: train on them with --dataset_type chat"):
         create_data_pipeline(DataConfig(training_dir=str(tmp_path)), split="train", batch=shape())
+    with pytest.raises(UserError, match="chat reads them, where the training data is conversations, too"):
+        create_data_pipeline(DataConfig(test_dir=str(tmp_path)), split="validation", batch=shape())

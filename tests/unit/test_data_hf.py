@@ -318,7 +318,9 @@ def test_csv_files_beside_others_are_left_out_and_told(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "b.csv").write_text("text\ny\n")
     assert [file.name for file in find_data([str(tmp_path)], "train").files] == ["a.jsonl"]
-    assert "1 CSV file(s) not read beside others: --dataset_type hf reads them" in caplog.text
+    assert "1 CSV file(s) not read beside others: 'FOLDER/*.csv' reads them" in caplog.text
+    assert [file.name for file in find_data([str(tmp_path)], "train", dataset_type="chat").files] == ["a.jsonl"]
+    assert [file.name for file in find_data([f"{tmp_path}/*.csv"], "train", dataset_type="chat").files] == ["b.csv"]
     assert [file.name for file in find_data([str(tmp_path)], "train", dataset_type="hf").files] == ["b.csv"]
 
 

@@ -75,16 +75,37 @@ def test_auto_finds_conversations_and_pairs(tmp_path, caplog):
         source = job.train_data._microbatches.source
         assert job.config.data.is_chat and int((source.sample(0)[1] != -100).sum()) == 6
         told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert told[0] == "training data: not read are url" and "the column system is the first message" in told[1]
+        assert told[0] == "training data: not read are url" and "the column system becomes the first message" in told[1]
     assert opened([{"prompt": "Who?", "completion": " Emma."}] * 2).config.data.is_chat  # no template is needed
     pair = {"prompt": "Who?", "chosen": " Emma.", "rejected": " Ahab."}
     assert opened([pair] * 2, "--dpo", 1).config.data.is_chat
     with pytest.raises(ConfigError, match="line 1: is a pair of answers: --dpo 1 trains on such"):
         opened([pair] * 2)
-    assert not opened([{"text": "Emma.", "messages": TURNS}] * 40).config.data.is_chat
-    assert "all of the text is trained on; --dataset_type chat reads the messages" in caplog.text
+    alpaca = {"instruction": "Who?", "input": "", "output": "Emma."}
+    for beside, keys in (({"messages": TURNS}, "messages"), (alpaca, "instruction and output"), (pair, "chosen and")):
+        caplog.clear()
+        assert not opened([{"text": "Emma.", **beside}] * 40).config.data.is_chat
+        assert "all of the text is trained on; --d" in caplog.text and f" reads {keys}" in caplog.text
     with pytest.raises(ConfigError, match="--train_on is for conversations, and the data has none: leave it out"):
         opened([{"text": "Emma."}] * 40, "--train_on", "last")
+
+
+@in_child
+def test_what_is_not_read_is_told_once(tmp_path, caplog):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    (folder / "a.csv").write_text("text\nEmma.\n")
+    (folder / "a.jsonl.zst").write_bytes(b"x")
+    line = json.dumps({"messages": TURNS, "url": "x", "system": "Be brief."}) + "\n"
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text(line * 4)
+    data = ["--training_dir", folder, "--tokenizer_name_or_dir", SAMPLE / "tokenizer", "--vocab_size", 2048]
+    words = ["--chat_template", SAMPLE / "chat_template.jinja", "--max_context_width", 128, "--validation_freq", 1]
+    for held_out in (["--validation_split", 0.25], ["--test_dir", folder / "test.jsonl"]):
+        caplog.clear()
+        assert plan_of([*words, *held_out], tmp_path, data=data).config.data.is_chat
+        for part in ("other splits", "CSV file(s)", "jsonl.zst", "not read are url", "the column system becomes the"):
+            assert [part in record.getMessage() for record in caplog.records].count(True) == 1, part
 
 
 @in_child

@@ -166,6 +166,11 @@ def test_the_estimators_variable_stands_below_flags_and_file(monkeypatch, caplog
         caplog.clear()
         assert parse_args([*base, *words]).parallel.tensor_parallel_degree == 4
         assert "--tensor_parallel_degree is 4, as given, and not SM_HP_MP_PARAMETERS's 2" in caplog.text
+    caplog.clear()
+    assert parse_args([*base, "--offload_activations", "1"]).activation.offload_activations
+    assert "as given, and not" not in caplog.text  # true is 1
+    same = ["--offload_activations", "true", "--mp_parameters", "sm_activation_offloading=1"]
+    assert parse_args([*base, *same]).activation.offload_activations
     assert parse_args([*base, "--mp_parameters", "hybrid_shard_degree=1"]).parallel.tensor_parallel_degree == 1
     for text, expected in (
         ("[1]", "SM_HP_MP_PARAMETERS=.1. is no JSON object"),
