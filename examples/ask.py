@@ -9,7 +9,7 @@ from transformers import pipeline
 
 def ask(folder: str, question: str) -> str:
     """Return what the model answers."""
-    chat = pipeline("text-generation", model=folder, tokenizer=folder)  # else an adapter's base has the tokenizer
+    chat = pipeline("text-generation", model=folder, tokenizer=str(folder))  # else an adapter's base has the tokenizer
     (found,) = chat([{"role": "user", "content": question}], max_new_tokens=40, do_sample=False)
     return found["generated_text"][-1]["content"].strip()
 
