@@ -105,6 +105,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     Raises:
         UserError: the optimizer has one that is not the model's.
     """
+    reshard(model)  # a forward that no backward has followed leaves gathered parameters
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters_of(model).items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -149,7 +150,6 @@ def state_tensors(
         UserError: a tensor of the optimizer's state is a rank's own, so that its part of the full tensor is not known,
             or one has a dtype that files have no name for.
     """
-    reshard(model)
     names = parameter_names(model, optimizer)
     entries = optimizer.state if state is None else state
     for stray in entries.keys() - names.keys():

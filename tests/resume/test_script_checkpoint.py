@@ -117,6 +117,7 @@ def _writes(folder: str, optimizer_name: str) -> None:
     model, optimizer = build("fsdp2", optimizer_name)
     checkpoints = Checkpointer(folder, model, optimizer)
     train(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), range(2))
+    model(torch.randn(6, 5, generator=torch.Generator().manual_seed(2)))  # without backward: parameters stay gathered
     checkpoints.save(2)
     values = whole(model)  # collective
     if dist.get_rank() == 0:
