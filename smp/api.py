@@ -114,7 +114,6 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
     with in_names_of_init({*config, *settings}):
         parallel = ParallelConfig(**values)
         laid_out = resolve_mesh(parallel, world_size=world, local_world_size=local_world_size())
-    _check_comm_type("smp.init", parallel.cp_comm_type)
     if replicas not in (None, laid_out.replicas.size):
         raise UserError(
             f"smp.init: dp_replicate {replicas}, but {world} processes make {laid_out}: choose another dp_shard"

@@ -225,7 +225,7 @@ def refuse_replacing(file: Path, flag: str, mark: bytes) -> None:
     if os.path.isfile(file):
         with contextlib.suppress(OSError), file.open("rb") as content:
             head = content.read(4096)
-    if os.path.exists(file) and mark not in head and (head or not os.path.isfile(file)):
+    if head and mark not in head:
         raise UserError(
             f"{file} exists, smp did not write it, and it would be replaced: move it away, or give another {flag}"
         )

@@ -220,9 +220,9 @@ def _misuse():
     with pytest.raises(smp.UserError, match=r"smp.shard_sequence needs a mesh: call smp.init"):
         smp.shard_sequence({})
     for settings, sentence in (
-        ({"cp": 4}, "--context_parallel_degree 4 does not divide the sharding degree of 2, .* from 1, 2$"),
-        ({"cp": 2, "dp_shard": 1}, "--context_parallel_degree 2 does not divide the sharding degree of 1"),
-        ({"cp": 2, "cp_comm_type": "ring"}, "smp.init: cp_comm_type 'ring' is not allowed: give auto, all_gather, p2p"),
+        ({"cp": 4}, "smp.init: cp 4 does not divide the sharding degree of 2, .* from 1, 2$"),
+        ({"cp": 2, "dp_shard": 1}, "smp.init: cp 2 does not divide the sharding degree of 1"),
+        ({"cp": 2, "cp_comm_type": "ring"}, "smp.init: cp_comm_type takes auto, p2p, all_gather, all_to_all, got 'ring'"),
     ):
         with pytest.raises(smp.UserError, match=sentence):
             smp.init(**settings)
