@@ -222,7 +222,10 @@ def _misuse():
     for settings, sentence in (
         ({"cp": 4}, "smp.init: cp 4 does not divide the sharding degree of 2, .* from 1, 2$"),
         ({"cp": 2, "dp_shard": 1}, "smp.init: cp 2 does not divide the sharding degree of 1"),
-        ({"cp": 2, "cp_comm_type": "ring"}, "smp.init: cp_comm_type takes auto, p2p, all_gather, all_to_all, got 'ring'"),
+        (
+            {"cp": 2, "cp_comm_type": "ring"},
+            "smp.init: cp_comm_type takes auto, p2p, all_gather, all_to_all, got 'ring'",
+        ),
     ):
         with pytest.raises(smp.UserError, match=sentence):
             smp.init(**settings)
