@@ -304,8 +304,10 @@ def more_devices(request: Request, *, alone: bool) -> str:
             f"By the closed form, full sharding over {enough} of these devices would suffice: give "
             f"--sharding_strategy full_shard, or leave the degrees and --search 0 out."
         )
-    if enough is None or enough <= request.devices:
+    if enough is None:
         return "More memory on each device, or a shorter --max_context_width, would help; more devices would not."
+    if enough <= request.devices:  # which the traced peaks deny
+        return "More devices, more memory on each, or a shorter --max_context_width may help."
     return (
         f"By the closed form, full sharding over {enough} devices would suffice: --nodes {-(-enough // request.local)}."
     )

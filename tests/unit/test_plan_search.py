@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import pytest
 
@@ -12,11 +13,12 @@ from smp.errors import UserError
 from smp.memory.shape import Trained, model_shape
 from smp.models.model_config import resolve_model
 from smp.parallel import lora
+from smp.plan import request as plan_request
 from smp.plan.cost import cost_of, disk_bytes, host_bytes
 from smp.plan.devices import device_row
 from smp.plan.layouts import LONG, differences, layouts, parts
 from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime, parse_count
-from smp.plan.request import rates, read_request
+from smp.plan.request import more_devices, rates, read_request
 from smp.plan.search import MOST_TRACES, Estimate, instructive, search
 from smp.plan.tables import title_of
 from smp.train.arguments import parse_args
@@ -219,6 +221,13 @@ def test_utilisation_counts_no_gradients_of_frozen_weights():
 
     full, adapters = utilisation(), utilisation("--lora_rank", "1")
     assert 4 / 6 * full < adapters < 0.9 * full
+
+
+@pytest.mark.parametrize(("enough", "sentence"), [(None, "more devices would not"), (1, "^More devices, more memory")])
+def test_more_devices_are_not_denied_where_the_closed_form_falls_short(enough, sentence, monkeypatch):
+    monkeypatch.setattr(plan_request, "processes_that_fit", lambda *_: enough)
+    request = read_request([*LLAMA], device_row("h100"), nodes=1, local=1)
+    assert re.search(sentence, more_devices(request, alone=False))
 
 
 def test_costs():
