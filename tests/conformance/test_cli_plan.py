@@ -136,7 +136,7 @@ def test_a_layout_that_does_not_fit_is_told_once_and_with_the_sharding_that_woul
     assert out.count("shard 2 x 8 replicas") == 1
     assert "full sharding over 8 of these devices would suffice: give --sharding_strategy full_shard" in out
     out = call(*words, "--sharding_strategy", "full_shard")[1]
-    assert "More memory on each device" in out and "full sharding over" not in out
+    assert "More devices, more memory on each" in out and "full sharding over" not in out
 
 
 def test_a_stalling_allocator_is_told(planner, call):
