@@ -278,6 +278,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"Tokenizer: that of the run, {shown(str(known))}")
     elif tokenizer is None:
         print("No tokenizer was copied: --tokenizer DIR does that")
-    if _setting(manifest, "chat_template") and _template(manifest, options.chat_template) is None:
+    if _setting(manifest, "chat_template") and not (options.chat_template or "chat_template" in manifest.model):
         print("No chat template was copied: the checkpoint has no text of the run's: --chat_template FILE adds it")
     return 0

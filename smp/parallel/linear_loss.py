@@ -56,7 +56,7 @@ class _How(NamedTuple):
     split: SplitHead | None
     z_loss: float
     transform: LogitTransform
-    places: torch.Tensor | None = None  # of rows that are multiplied with in place of the weight's, (rows,)
+    indices: torch.Tensor | None = None  # of rows that are multiplied with in place of the weight's, (rows,)
 
 
 class _Sequences(NamedTuple):
@@ -75,7 +75,7 @@ def _pass(
 
     Args:
         tokens: hidden states ``(tokens, hidden)``.
-        rows: ``(rows, hidden)``, at ``how.places`` of the vocabulary, or None.
+        rows: ``(rows, hidden)``, at ``how.indices`` of the vocabulary, or None.
         labels: ``(tokens,)``.
         needs: of tokens, weight, bias and rows.
         factors: of each token's loss in the gradients, ``(tokens,)``; None: 1.
@@ -92,7 +92,7 @@ def _pass(
         here = slice(start, start + how.chunk)
         logits = _logits(tokens[here], weight, bias, exact)
         if rows is not None:
-            logits[:, how.places] = _logits(tokens[here], rows, None if bias is None else bias[how.places], exact)
+            logits[:, how.indices] = _logits(tokens[here], rows, None if bias is None else bias[how.indices], exact)
         below_cap = _transform_(logits, how.transform, slope=any(needs))
         slopes = None
         if any(needs):
@@ -112,8 +112,8 @@ def _pass(
                 into_bias += slopes.sum(0, dtype=exact)
             slopes = slopes.to(tokens.dtype)
             if rows is not None:
-                of_rows = slopes[:, how.places]
-                slopes[:, how.places] = 0
+                of_rows = slopes[:, how.indices]
+                slopes[:, how.indices] = 0
                 if into_rows is not None:
                     into_rows += of_rows.T @ tokens[here]
             if into_tokens is not None:
@@ -288,8 +288,8 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():  # autograd asks a function for the gradients of parameters all the same
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
         rows = None if rows is None else (rows[0], rows[1].detach())
-    places, values = rows or (None, None)
-    how = _How(chunk_tokens, split, z_loss, logits, places)
+    indices, values = rows or (None, None)
+    how = _How(chunk_tokens, split, z_loss, logits, indices)
     return _LinearLoss.apply(hidden, weight, bias, values, *targets, how)
 
 

@@ -17,7 +17,7 @@ from smp.parallel.linear import local_tensor
 
 ROWS = "trained_tokens"  # name of the parameter, (tokens, hidden)
 _MARK = "_smp_token_rows"
-_PLACES, _OWN = "trained_token_places", "trained_token_own"
+_INDICES, _OWN = "trained_token_indices", "trained_token_own"
 
 
 class TokenRows:
@@ -42,7 +42,7 @@ class TokenRows:
         weight: Any = self.module.weight
         device = "cpu" if weight.is_meta else weight.device
         own = [index for index, token in enumerate(self.tokens) if first <= token < last]
-        for name, values in ((_PLACES, [token - first for token in self.tokens]), (_OWN, own)):
+        for name, values in ((_INDICES, [token - first for token in self.tokens]), (_OWN, own)):
             tensor = torch.tensor(values, dtype=torch.int64, device=device)
             self.module.register_buffer(name, tensor, persistent=False)
 
@@ -62,14 +62,14 @@ class TokenRows:
         return rows if self._summed is None else self._summed(rows)
 
     @property
-    def places(self) -> torch.Tensor:
+    def indices(self) -> torch.Tensor:
         """Index of each row in this rank's part of the vocabulary; outside of it where another rank's is."""
-        return self.module.get_buffer(_PLACES)
+        return self.module.get_buffer(_INDICES)
 
     def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the indices in this rank's part of the vocabulary of the rows that are in it, and these rows."""
         own = self.module.get_buffer(_OWN)
-        return self.places[own], self.values()[own]
+        return self.indices[own], self.values()[own]
 
 
 def rows_of(module: nn.Module) -> TokenRows | None:
@@ -99,9 +99,9 @@ def _look_up(rows: TokenRows, forward: Callable[[torch.Tensor], torch.Tensor], i
     embedding, found = rows.module, forward(ids)
     if rows.left_out:
         return found
-    places = rows.places
-    order = places.argsort()
-    index = order[torch.searchsorted(places, ids, sorter=order).clamp_(max=len(places) - 1)]
+    indices = rows.indices
+    order = indices.argsort()
+    index = order[torch.searchsorted(indices, ids, sorter=order).clamp_(max=len(indices) - 1)]
     weight, padding = embedding._parameters["weight"], embedding.padding_idx
     own_padding = rows.tokens.index(padding) if padding in rows.tokens else None
     # By the model's own forward, which may scale.
@@ -110,7 +110,7 @@ def _look_up(rows: TokenRows, forward: Callable[[torch.Tensor], torch.Tensor], i
         trained = forward(index)
     finally:
         embedding._parameters["weight"], embedding.padding_idx = weight, padding  # type: ignore[assignment]
-    return torch.where((places[index] == ids).unsqueeze(-1), trained, found)
+    return torch.where((indices[index] == ids).unsqueeze(-1), trained, found)
 
 
 def train_rows_of_head(head: nn.Linear, tokens: Sequence[int], owner: nn.Module) -> None:
@@ -129,13 +129,13 @@ def _multiply(rows: TokenRows, forward: Callable[[torch.Tensor], torch.Tensor], 
 
 
 def with_rows(head: Any, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits of hidden states with those of a head's trained rows, if it has any, in their places."""
+    """Return the logits of hidden states with those of a head's trained rows, if it has any."""
     if (rows := rows_of(head)) is None:
         return logits
-    places, values = rows.columns()
-    return logits.index_copy(-1, places, F.linear(hidden, values, bias_at(head, places)))
+    indices, values = rows.columns()
+    return logits.index_copy(-1, indices, F.linear(hidden, values, bias_at(head, indices)))
 
 
-def bias_at(head: Any, places: torch.Tensor) -> torch.Tensor | None:
-    """Return the head's bias of this rank's logits at ``places``, if it has one."""
-    return None if head.bias is None else local_tensor(head.bias)[places]
+def bias_at(head: Any, indices: torch.Tensor) -> torch.Tensor | None:
+    """Return the head's bias of this rank's logits at ``indices``, if it has one."""
+    return None if head.bias is None else local_tensor(head.bias)[indices]

@@ -138,7 +138,7 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
     """Return the rows, with the values of the matrix that they are of, and the modules' parameters; or as given."""
     config = settings[Config].with_adapter()
     rows, modules = token_layers(model, family, config), saved_modules(model, family, config)
-    found = Parameters(list(_rows(model, rows)), trained=list(_whole(modules)))
+    found = Parameters(list(_rows(model, rows)), trained=list(_of_modules(modules)))
     if config.adapter_path is None:
         return found
     given = GivenAdapter(config)
@@ -158,7 +158,7 @@ def _rows(model: nn.Module, layers: Mapping[str, tuple[int, ...]]) -> Iterator[A
         yield AddedParameter(path, ROWS, shape, initial, f"{PREFIX}{path}.{ROWS_KEY}", Apart(WEIGHTS))
 
 
-def _whole(modules: Mapping[str, nn.Module]) -> Iterator[AddedParameter]:
+def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[AddedParameter]:
     names = {f"{path}.{name}": tuple(p.shape) for path, m in modules.items() for name, p in m.named_parameters()}
     for path, shape in names.items():
         module, _, name = path.rpartition(".")

@@ -147,12 +147,10 @@ def test_steps_and_files_are_those_of_peft(name, world_size, tmp_path):
     run_distributed(check_layouts, name, LAYOUTS[world_size], tmp_path, world_size=world_size)
 
 
-def script(folder):
-    """What a script's model computes is what peft's does."""
+def check_script(folder):
+    """Compare a script with peft, what it computes and what it exports; return its model."""
     smp.init(tensor_parallel_degree=2)
-    model = smp.lora(build_reference("llama_gqa", torch.float64), adapter_path=folder / "adapter")
-    trained = [parameter for parameter in smp.parallelize(model).parameters() if parameter.requires_grad]
-    assert len(trained) == 2 * 7 * 3
+    model = smp.parallelize(smp.lora(build_reference("llama_gqa", torch.float64), adapter_path=folder / "adapter"))
     theirs = peft.PeftModel.from_pretrained(build_reference("llama_gqa", torch.float64), folder / "adapter")
     inputs, _ = global_batch(0)
     wanted = theirs(input_ids=inputs).logits
@@ -160,6 +158,12 @@ def script(folder):
     smp.export_hf(model, folder / "again")
     again, first = (load_file(folder / name / "adapter_model.safetensors") for name in ("again", "adapter"))
     assert again.keys() == first.keys() and all(torch.equal(again[key], first[key]) for key in first)
+    return model
+
+
+def script(folder):
+    trained = [parameter for parameter in check_script(folder).parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 7 * 3
 
 
 def test_a_script_adds_adapters(tmp_path):

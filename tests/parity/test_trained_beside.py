@@ -6,15 +6,13 @@ import copy
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import smp
 from smp.errors import UserError
 from smp.parallel import lora
 from tests.distributed import run_distributed
-from tests.parity.test_lora import Layout, check_layouts, our_name, peft, peft_of
+from tests.parity.test_lora import Layout, check_layouts, check_script, our_name, peft_of
 from tests.reference import VOCABULARY, build_reference, global_batch, relative
-from tests.tensor_parallel import whole
 
 TOKENS = [VOCABULARY - 1, 3, 47, 50]  # of both halves of the vocabulary
 BOTH = {"trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": TOKENS}}
@@ -82,24 +80,11 @@ def test_new_ones_begin_as_the_base_and_are_left_out_with_the_adapters(case, tmp
             assert relative(model(input_ids=inputs).logits - wanted, wanted) <= 1e-12
 
 
-def script(folder):
-    """What a script's model computes is what peft's does, and what it exports is what it has read."""
-    smp.init(tensor_parallel_degree=2)
-    model = smp.parallelize(smp.lora(build_reference("llama_gqa", torch.float64), adapter_path=folder / "adapter"))
-    theirs = peft.PeftModel.from_pretrained(build_reference("llama_gqa", torch.float64), folder / "adapter")
-    inputs, _ = global_batch(0)
-    wanted = theirs(input_ids=inputs).logits
-    assert relative(whole(model(input_ids=inputs).logits) - wanted, wanted) <= 1e-9
-    smp.export_hf(model, folder / "again")
-    again, first = (load_file(folder / name / "adapter_model.safetensors") for name in ("again", "adapter"))
-    assert again.keys() == first.keys() and all(torch.equal(again[key], first[key]) for key in first)
-
-
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_a_script_trains_them_too(tmp_path):
     save("llama_gqa", tmp_path, **CASES["both"][1])
-    run_distributed(script, tmp_path, world_size=2)
+    run_distributed(check_script, tmp_path, world_size=2)
 
 
 @pytest.mark.parametrize(("name", "words", "sentence"), [

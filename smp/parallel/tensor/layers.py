@@ -258,10 +258,10 @@ def split_head(tp: TPGroup, head: nn.Linear, *, full_sequence: bool) -> None:
         gathered = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
         if (rows := rows_of(head)) is None:
             return Linears.apply(tp, (product_of(head),), gathered.detach(), part, *own)[0]
-        places, values = rows.columns()
-        both, trained = (product_of(head), PLAIN), (values, bias_at(head, places))
+        indices, values = rows.columns()
+        both, trained = (product_of(head), PLAIN), (values, bias_at(head, indices))
         found, columns = Linears.apply(tp, both, gathered.detach(), part, *own, *trained)
-        return found.index_copy(-1, places, columns)
+        return found.index_copy(-1, indices, columns)
 
     head.forward = logits  # type: ignore[method-assign,assignment]
 
