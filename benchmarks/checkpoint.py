@@ -38,7 +38,7 @@ from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.fetch import verify_together
 from smp.checkpoint.layout import checkpoint_name
 from smp.checkpoint.manifest import Manifest, read_manifest
-from smp.checkpoint.restore import adamw_state, restore
+from smp.checkpoint.restore import restore
 from smp.checkpoint.state import model_entry, state_tensors
 from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig, ParallelConfig, Settings
@@ -46,9 +46,9 @@ from smp.data.data_pipeline import StepBatch
 from smp.loss import shift_labels
 from smp.memory.tracker import rss_bytes
 from smp.mesh import Mesh, resolve_mesh
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.parallelize import prepare_model
 from smp.parallel.technique import Setup
-from smp.train.optimizer import build_optimizer
 from smp.train.step import train_step
 
 PROCESSES = 2
@@ -70,8 +70,9 @@ class Subject:
             dtype=torch.float32, device=torch.device("cpu"), seed=0, load_weights=False,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.model, OPTIM, lr=1e-4)
-        for parameter in self.model.parameters():
-            self.optimizer.state[parameter] = adamw_state(parameter, on_device=True)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = self.optimizer.initial_state(parameter, group)
         self.tensors = state_tensors(self.model, self.optimizer)
         ids = torch.randint(0, 500, (1, 128))
         self.batch = StepBatch([{"input_ids": ids, "targets": shift_labels(ids)}], torch.zeros(1, dtype=torch.int64))

@@ -33,6 +33,7 @@ from smp.memory.tracker import peak_rss_bytes
 from smp.mesh import Mesh, lay_out
 from smp.microbatch import Microbatch
 from smp.models.model_config import resolve_model
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.parallelize import prepare_model
 from smp.plan.closed_time import step_time
 from smp.plan.devices import DEVICES, DeviceRow
@@ -40,7 +41,6 @@ from smp.plan.worker import worker
 from smp.runtime import process_group
 from smp.train.arguments import parse_args
 from smp.train.checked_job import make_job
-from smp.train.optimizer import build_optimizer
 from smp.train.step import train_step
 
 RUNS = Path(__file__).with_name("published_runs.csv")

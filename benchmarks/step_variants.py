@@ -30,9 +30,10 @@ from smp.mesh import resolve_mesh
 from smp.models.init_rules import init_rules
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.parallelize import prepare_model
 from smp.parallel.technique import model_blocks
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 
 SEED, LR = 0, 3e-4

@@ -90,8 +90,11 @@ class Section:
     def __post_init__(self) -> None:
         fields = [field for field in dataclasses.fields(self) if field.metadata]
         for field in fields:
-            if isinstance(field.default, tuple) and isinstance(getattr(self, field.name), list):  # as JSON has it
-                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
+            value = getattr(self, field.name)
+            if isinstance(field.default, tuple) and isinstance(value, list):  # as JSON has it
+                object.__setattr__(self, field.name, tuple(value))
+            if isinstance(field.default, float) and value == "inf":
+                object.__setattr__(self, field.name, float(value))
         choices = _choices(cast(Any, type(self)))
         wrong = [_type_problem(f.name, getattr(self, f.name), f.default, choices.get(f.name, ())) for f in fields]
         if found := [text for text in wrong if text]:

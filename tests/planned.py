@@ -27,12 +27,12 @@ from smp.memory.categories import CATEGORIES, OTHER
 from smp.memory.profile import MemoryProfile, profile_memory
 from smp.microbatch import Microbatch
 from smp.models.model_config import resolve_model
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.parallelize import prepare_model
 from smp.plan.shim import python_with
 from smp.runtime import Launch
 from smp.train.arguments import parse_args
 from smp.train.checked_job import Job, make_job
-from smp.train.optimizer import build_optimizer
 from smp.train.preference import loss_of
 from smp.train.step import train_step
 from tests.distributed import run_distributed

@@ -20,10 +20,11 @@ from smp.data.data_pipeline import StepBatch
 from smp.loss import shift_labels
 from smp.mesh import Mesh, Role, lay_out, resolve_mesh
 from smp.models.registry import family_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel import sharding
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 
 VOCABULARY = 96

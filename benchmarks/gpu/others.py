@@ -27,11 +27,11 @@ from smp.delayed_init import build_on_meta, materialize_
 from smp.environment import read_launch
 from smp.models.model_config import resolve_model
 from smp.models.registry import build_model
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.parallelize import compute_dtype
 from smp.parallel.technique import model_blocks
 from smp.runtime import process_group
 from smp.train.arguments import parse_args
-from smp.train.optimizer import build_optimizer
 
 
 def plain(case: Case, bench: Bench) -> Found:

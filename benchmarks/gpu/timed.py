@@ -212,12 +212,12 @@ def training(case: Case, bench: Bench) -> Iterator[tuple[nn.Module, Any, Step, F
     from smp.loss import shift_labels
     from smp.mesh import resolve_mesh
     from smp.models.model_config import resolve_model
+    from smp.optim.optimizers import build_optimizer
     from smp.parallel import parallelize
     from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
     from smp.parallel.technique import Setup
     from smp.runtime import process_group
     from smp.train.arguments import SECTIONS, parse_args
-    from smp.train.optimizer import build_optimizer
     from smp.train.step import train_step
 
     parallelize.initialize_ = lambda model, rules, *, seed: None  # ``fill`` does it

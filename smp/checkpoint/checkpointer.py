@@ -45,6 +45,7 @@ from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import require_same, together
 from smp.log import get_logger
 from smp.models.file_names import buffers_of
+from smp.optim.optimizers import expected_state
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -214,16 +215,12 @@ class Checkpointer:
     def reserve(self) -> int:
         """Make the host memory that writes in the background need, before the first; returns its bytes.
 
-        Adam's moments, which its first step makes, are counted by the parameters.
+        The state that the first step makes is counted too, where it is known: a job's, and Adam's.
 
         Raises:
             UserError: it cannot be page-locked.
         """
-        state = dict(self._optimizer.state)
-        if isinstance(self._optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
-                step = torch.zeros((), device=parameter.device)
-                state.setdefault(parameter, {"step": step, "exp_avg": parameter, "exp_avg_sq": parameter})
+        state = expected_state(self._optimizer)
         return self._copies.reserve(self._snapshot(state_tensors(self._model, self._optimizer, state)).pieces)
 
     def _copy_unguarded(self, pieces: list[Piece]) -> list[Piece]:

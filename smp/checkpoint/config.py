@@ -62,8 +62,8 @@ class CheckpointConfig(Section):
     )
     reset_progress: bool = setting(
         False,
-        "Take the parameters and AdamW's state of --resume_from_checkpoint, a job's or a script's, and begin data, "
-        "schedule and generators anew.",
+        "Take the parameters and the optimizer's state of --resume_from_checkpoint, a job's or a script's, and begin "
+        "data, schedule and generators anew.",
     )
     save_final_model: bool = setting(False, "Write a Hugging Face model directory at the end.")
     dtype: str | None = setting(

@@ -10,30 +10,31 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.layout import disk_free, nearest_existing
 from smp.checkpoint.safetensors_io import reason
 from smp.comm.report import readable
 from smp.errors import UserError
 from smp.models.added import left_out
+from smp.models.file_names import parameters_of
+from smp.optim.entry import local_tensor
+from smp.optim.optimizers import expected_specs
 
-# AdamW's two moments are stored beside each trained parameter, in its dtype.
-COPIES = 3
 _PROBE_BYTES = 32 << 20
 
 
-def state_bytes(model: nn.Module, *, own: bool) -> int:
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, *, own: bool) -> int:
     """Return the bytes of a checkpoint's parameters and optimizer state: of the full model, or of this rank's shards.
 
     Frozen parameters have no optimizer state, and those of pretrained weights are in no checkpoint.
     """
-    total, base = 0, left_out(model)
-    for name, parameter in model.named_parameters():
+    total, base, specs = 0.0, left_out(model), expected_specs(optimizer)
+    for name, parameter in parameters_of(model).items():
+        sizes = [spec.nbytes for spec in specs.get(parameter, {}).values() if spec.shape]
         if name not in base:
-            tensor: torch.Tensor = parameter.to_local() if own and isinstance(parameter, DTensor) else parameter
-            total += tensor.numel() * tensor.element_size() * (COPIES if parameter.requires_grad else 1)
-    return total
+            sizes.append(parameter.numel() * parameter.element_size())
+        total += sum(sizes) * (local_tensor(parameter).numel() / max(1, parameter.numel()) if own else 1)
+    return int(total)
 
 
 def forecast(directory: Path, nbytes: int) -> str:

@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, zeros
 
 from smp.checkpoint.base import require_base
 from smp.checkpoint.fetch import copies_of, fetch, gathered, verify_together
@@ -36,10 +35,17 @@ from smp.delayed_init import local_part
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
 from smp.log import get_logger
+from smp.optim.entry import StateSpec
+from smp.optim.optimizers import (
+    MixedOptimizer,
+    State,
+    empty_state,
+    kind_of_optimizer,
+    kind_text,
+    saved_kind,
+)
 
 logger = get_logger(__name__)
-
-State = dict[torch.Tensor, dict[str, Any]]
 
 
 def is_script(run: dict[str, Any]) -> bool:
@@ -146,8 +152,7 @@ def restore(
 ) -> None:
     """Fill model, optimizer and this rank's generators; each rank reads its shards; collective.
 
-    A job's manifest says nothing of the optimizer, which is AdamW with the settings of its flags: those of
-    ``optimizer`` stay as they are.
+    A job's manifest says of the optimizer's settings only its kind: those of ``optimizer`` stay as they are.
 
     Args:
         path: of a checkpoint whose files have been verified, or one below a URL, which are verified as they come.
@@ -160,11 +165,11 @@ def restore(
     """
     model = plain(model)
     run = manifest.run if is_script(manifest.run) else {"optimizer": None, "extra_states": {}}
-    settings = run["optimizer"]
+    settings = run["optimizer"]  # of a script; a job's are its flags
     require_base(path, manifest, model)
     together(lambda: check_adapters(path, manifest, model))
-    together(lambda: check_optimizer(model, optimizer, settings))
-    state = together(lambda: allocate(model, optimizer, manifest, adamw=settings is None))
+    together(lambda: check_optimizer(model, optimizer, manifest.run))
+    state = together(lambda: allocate(model, optimizer, manifest))
     tensors = together(lambda: state_tensors(model, optimizer, state))
     together(lambda: check_tensors(path, manifest, tensors))
     same_layout = (manifest.world_size, manifest.degrees.get("tp", 1)) == (dist.get_world_size(), len(alike(model)))
@@ -187,41 +192,39 @@ def restore_model(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.M
     restore_extra_states(model, manifest.run.get("extra_states", {}) if is_script(manifest.run) else {})
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None) -> None:
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]) -> None:
     """Refuse a checkpoint of another optimizer.
 
     Args:
-        saved: the manifest's entry; None: a job's.
+        run: the manifest's.
 
     Raises:
-        UserError: it is of another class, or its groups have other parameters.
+        UserError: it is of another kind or class, or its groups have other parameters.
     """
-    theirs_class = "AdamW" if saved is None else saved.get("class")
-    if theirs_class != type(optimizer).__name__:
+    kind, mine = saved_kind(run), kind_of_optimizer(optimizer)
+    if kind != mine:
         raise UserError(
-            f"the checkpoint was made with the optimizer {theirs_class}, got {type(optimizer).__name__}: use the same"
+            f"the checkpoint was made with the optimizer {kind_text(kind)}, got {kind_text(mine)}: use the same"
         )
-    if saved is None:
+    if not is_script(run):
         return
+    saved = run["optimizer"]
     names = parameter_names(model, optimizer)
-    mine = [sorted(names[p] for p in group["params"]) for group in optimizer.param_groups]
+    groups = [sorted(names[p] for p in group["params"]) for group in optimizer.param_groups]
     theirs = [sorted(group["names"]) for group in saved["groups"]]
-    if mine != theirs:
+    if groups != theirs:
         raise UserError(
             f"the checkpoint's optimizer has {len(theirs)} groups of {[len(g) for g in theirs]} parameters, this one "
-            f"{len(mine)} of {[len(g) for g in mine]}, or of others: make the groups as before"
+            f"{len(groups)} of {[len(g) for g in groups]}, or of others: make the groups as before"
         )
 
 
-def allocate(model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest, *, adamw: bool) -> State:
+def allocate(model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest) -> State:
     """Return the optimizer's state as the checkpoint has it, without values, so that it can be read into.
 
-    Args:
-        adamw: as AdamW has it, whatever else the checkpoint has.
+    A job's optimizer knows its state, whatever else the checkpoint has.
     """
-    # A fused or capturable optimizer counts its steps on the device.
-    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
-    counted = {parameter for group in groups for parameter in group["params"]}
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     by_name = {name: parameter for parameter, name in parameter_names(model, optimizer).items()}
     state: State = {}
     for name, entry in manifest.tensors.items():
@@ -230,26 +233,16 @@ def allocate(model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manif
         if kind != "optim" or parameter_name not in by_name:  # which check_tensors refuses
             continue
         parameter = by_name[parameter_name]
-        state.setdefault(parameter, {})[key] = _empty(
-            parameter, entry.shape, entry.dtype, on_device=parameter in counted
-        )
-    return {p: adamw_state(p, on_device=p in counted) for p in state} if adamw else state
-
-
-def adamw_state(parameter: torch.Tensor, *, on_device: bool) -> dict[str, torch.Tensor]:
-    """Return AdamW's state before its first step."""
-    value = parameter.detach()
-    step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-    return {"step": step, "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)}
-
-
-def _empty(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, on_device: bool) -> torch.Tensor:
-    """Return a tensor of the state of a parameter, laid out as torch's optimizers do."""
-    if shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter.detach(), dtype=dtype)
-    if shape and isinstance(parameter, DTensor) and len(shape) == parameter.dim():
-        return zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if shape or on_device else "cpu")
+        group = groups.get(parameter, {})
+        if isinstance(optimizer, MixedOptimizer) and parameter in groups:
+            if parameter not in state:
+                state[parameter] = optimizer.initial_state(parameter, group)
+            continue
+        # A fused or capturable optimizer counts its steps on the device.
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        spec = StateSpec(entry.dtype, entry.shape)
+        state.setdefault(parameter, {})[key] = empty_state(parameter, spec, on_device=on_device)
+    return state
 
 
 def check_tensors(path: Path | RemoteCheckpoint, manifest: Manifest, wanted: dict[str, torch.Tensor]) -> None:

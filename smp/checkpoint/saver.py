@@ -66,7 +66,8 @@ class Saver:
         begins_from: str = "",
         record: Callable[[str], None] = lambda tag: None,
     ):
-        self._settings, self._model, self._model_name, self._record = settings, model, model_name, record
+        self._settings, self._model, self._optimizer = settings, model, optimizer
+        self._model_name, self._record = model_name, record
         self._max_steps, self._first_step, self._begins_from = max_steps, first_step, begins_from
         copies, self._targets = HostCopies(), []
         rules = zip(storages, settings.checkpoint_freq, settings.num_kept_checkpoints, strict=True)
@@ -93,7 +94,7 @@ class Saver:
         for storage in (target.checkpointer.storage for target in self._targets):
             if storage.leads:
                 clean(storage.directory, self._model_name)
-                nbytes = state_bytes(self._model, own=not storage.shared)
+                nbytes = state_bytes(self._model, self._optimizer, own=not storage.shared)
                 logger.info("A checkpoint in %s: %s.", storage.directory, forecast(storage.directory, nbytes))
         if self._settings.is_async and next(self._model.parameters()).is_cuda:
             nbytes = self._targets[0].checkpointer.reserve()

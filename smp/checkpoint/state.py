@@ -17,6 +17,7 @@ from smp.checkpoint.tagged_json import encode
 from smp.errors import UserError, a_type
 from smp.models.added import left_out
 from smp.models.file_names import buffers_of, clean_name, parameters_of
+from smp.optim.optimizers import kind_of_optimizer
 from smp.parallel.sharding import reshard
 
 # What names of tensors of a job's data begin with.
@@ -221,7 +222,8 @@ def settings_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
     try:
         return {
-            "class": type(optimizer).__name__,
+            "class": "AdamW",
+            **kind_of_optimizer(optimizer),
             "groups": [{"names": g["names"], "values": encode(g["values"], "param_groups")} for g in groups],
             "scalars": {name: encode(values, "state") for name, values in scalars.items() if values},
         }

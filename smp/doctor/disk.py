@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from smp.checkpoint.disk_forecast import COPIES, forecast
+from smp.checkpoint.disk_forecast import forecast
 from smp.checkpoint.layout import disk_free, nearest_existing
 from smp.checkpoint.object_store import is_url
 from smp.checkpoint.safetensors_io import reason
@@ -50,7 +50,7 @@ def check_disk(ctx: CheckContext) -> None:
     if not directories:
         ctx.ok("no --output_dir was given: nothing was written")
     model = ctx.report.measurements.get("model")
-    checkpoint = None if model is None else model["trained_parameters"] * 4 * COPIES
+    checkpoint = None if model is None else model["checkpoint_bytes"]
     for flag, directory, kept in directories:
         existing = nearest_existing(directory)
         if not existing.is_dir():

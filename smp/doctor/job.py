@@ -8,6 +8,7 @@ from smp.doctor.check import CheckContext
 from smp.errors import ConfigError
 from smp.memory.estimate import GIB, estimate_memory
 from smp.memory.limits import available_memory
+from smp.plan.cost import checkpoint_bytes
 from smp.train.checked_job import batch_of_flags, check_job, refuse_too_large, sizes
 
 PLAN_SHARE = 5.0  # of --timeout: data may have to be converted
@@ -32,6 +33,7 @@ def check_plan(ctx: CheckContext) -> None:
     available = available_memory(job.device, ctx.launch.local_world_size)
     data = {
         "parameters": shape.parameters, "trained_parameters": shape.trained(1).parameters,
+        "checkpoint_bytes": checkpoint_bytes(shape, work),
         "vocab_size": job.model.hf_config.vocab_size, "needed_bytes": needed, "available_bytes": available,
     }  # fmt: skip
     ctx.measure("model", data)

@@ -39,9 +39,7 @@ _SITES: dict[str, dict[str, str]] = {
     "smp.parallel.grad_norm": {"": GRADIENTS},
     "smp.loss": {"": LOGITS},
     "smp.parallel.linear_loss": {"": LOGITS},
-    "torch.optim.adamw": {"": OPTIMIZER},
-    "torch.optim.adam": {"": OPTIMIZER},
-    "torch.optim.optimizer": {"Optimizer.zero_grad": GRADIENTS},
+    "torch.optim.optimizer": {"": OPTIMIZER, "Optimizer.zero_grad": GRADIENTS},  # around every step, too
 }  # fmt: skip
 
 

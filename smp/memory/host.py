@@ -7,6 +7,8 @@ from smp.errors import UserError
 from smp.memory.estimate import BASE_HOST_BYTES, GIB
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import state_bytes
 from smp.parallel.activation_checkpoint import waiting_bytes
 
 _WAYS_OUT = {
@@ -28,16 +30,17 @@ def estimate_host_memory(
     config, fp32 = work.settings[ActivationConfig], 4
     needed: dict[str, int] = {}
     sizes = shape.unit_sizes(mesh.tp.size), shape.trained(mesh.tp.size)
-    total, shard = (-(-size.parameters // mesh.shard.size) * fp32 for size in sizes)
+    total, trained = (-(-size.parameters // mesh.shard.size) for size in sizes)
+    state = int(trained * state_bytes(shape.specs, work.settings[OptimConfig]))
     if config.cpu_offload:
         # torch's allocator of pinned memory rounds each tensor up to a power of two; optimizer state is not pinned.
-        split = (-(-size // mesh.tp.size) for size in shape.sizes)
+        split = (-(-spec.size // mesh.tp.size) for spec in shape.specs)
         pinned = sum(1 << (-(-size // mesh.shard.size) * fp32 - 1).bit_length() for size in split)
         needed["parameters"] = pinned
-        needed |= {} if work.forward_only else {"gradients": pinned * shard // total, "optimizer state": 2 * shard}
+        needed |= {} if work.forward_only else {"gradients": pinned * trained // total, "optimizer state": state}
     if is_async and not work.forward_only:
         writers = 1 if is_local else mesh.replicas.size
-        needed["checkpoint copy"] = 3 * shard // writers
+        needed["checkpoint copy"] = (fp32 * trained + state) // writers
     blocks = shape.layers - config.activation_loading_horizon
     if config.offload_activations and config.offload_dir is None and blocks > 0 and not work.forward_only:
         needed["offloaded activations"] = waiting_bytes(shape, mesh, work, blocks=blocks)

@@ -15,6 +15,7 @@ from smp.mesh import Mesh
 from smp.models.added import added_parameters
 from smp.models.family import Family
 from smp.models.model_config import ResolvedModel
+from smp.models.parameters import ParameterTable, parameter_table
 from smp.models.projection import projection_size
 from smp.models.registry import build_model
 from smp.models.saved import saved_bytes
@@ -49,7 +50,7 @@ class ModelShape:
     capped_logits: bool = False  # by tanh, whose slope is kept beside the logits
     attention: int = 0  # width of all heads together; 0: as hidden
     saved: tuple[int, int] | None = None  # bytes that a block saves of each token, in bf16 and fp32; None: by formula
-    sizes: tuple[int, ...] = ()  # elements of each parameter; tied ones once
+    specs: ParameterTable = ParameterTable()
     frozen_but: Trained | None = None  # None: all are trained
     own_trained: Trained = Trained(0, 0, 0, 0)  # of those, the model's own, which tensor parallelism splits
     linear: int = 0  # weights of a block's linear layers
@@ -257,7 +258,7 @@ def model_shape(model: ResolvedModel, add: Callable[[torch.nn.Module], None] = l
         capped_logits=bool(family.logits and family.logits.cap),
         attention=heads * head_dim,
         saved=(saved[0], saved[1]) if saved[0] and saved[1] else None,
-        sizes=tuple(p.numel() for p in built.parameters()),
+        specs=parameter_table(built, family),
         frozen_but=frozen_but,
         own_trained=own_trained,
         linear=sum(linears),

@@ -22,6 +22,7 @@ from smp.models.family import Family
 from smp.models.init_rules import init_rules
 from smp.models.model_config import ModelConfig, ResolvedModel
 from smp.models.registry import build_model
+from smp.optim.config import OptimConfig
 from smp.parallel import (
     activation_checkpoint,
     allocator,
@@ -91,8 +92,8 @@ def left_padding_misfit(setup: Setup) -> str | None:
 
 
 def settings_of(values: Mapping[str, Any], *others: type[Section]) -> Settings:
-    """Build the techniques' sections, and others, from all settings by name."""
-    kinds = dict.fromkeys([*(each.Config for each in TECHNIQUES), *others])
+    """Build the sections of the techniques and the optimizer, and others, from all settings by name."""
+    kinds = dict.fromkeys([*(each.Config for each in TECHNIQUES), OptimConfig, *others])
     names = {kind: {field.name for field in dataclasses.fields(kind)} & values.keys() for kind in kinds}
     return Settings(tuple(kind(**{name: values[name] for name in names[kind]}) for kind in kinds))
 

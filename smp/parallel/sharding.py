@@ -22,6 +22,8 @@ from smp.memory.shape import ModelShape, Moment, Trained, Workload
 from smp.memory.warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
 from smp.models.family import Family
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import state_bytes
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup, model_blocks
 
@@ -286,15 +288,16 @@ def apply(model: nn.Module, setup: Setup) -> None:
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count the sharded states, the gathered units, and the gradients that are being reduced.
 
-    Trained parameters, their gradients and AdamW's two moments are fp32, frozen parameters of the computation's dtype;
-    all are sharded over sharding and tensor-parallel ranks, and in a group of one gathering is a copy. Backward gathers
-    a block while the one above it is computed, and reduces each unit from a copy of its gradients, which lives until
-    the next unit's are reduced.
+    Trained parameters and their gradients are fp32, frozen parameters of the computation's dtype; all, and the
+    optimizer's state, are sharded over sharding and tensor-parallel ranks, and in a group of one gathering is a copy.
+    Backward gathers a block while the one above it is computed, and reduces each unit from a copy of its gradients,
+    which lives until the next unit's are reduced.
     """
     fp32, moment = 4, work.moment
     total, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size).parameters, shape.trained(mesh.tp.size)
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
     shards = 0 if in_host_memory else fp32
+    state = 0.0 if in_host_memory else state_bytes(shape.specs, work.settings[OptimConfig])
     frozen = -(-(total - trained) // mesh.shard.size) * (min(fp32, work.compute_bytes) if shards else 0)
     reduced = _reduced(shape, moment, last=last, block=block, total=trained)
     accumulated = work.accumulation > 1
@@ -323,7 +326,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     return {
         "parameters": -(-trained // mesh.shard.size) * shards + frozen,
         "gradients": -(-gradients // mesh.shard.size) * shards,
-        "optimizer state": -(-trained // mesh.shard.size) * 2 * shards,
+        "optimizer state": int(-(-trained // mesh.shard.size) * state),
         "gathered parameters": _gathered(shape.unit_sizes(mesh.tp.size), shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,
         "communication buffers": parts * copied * fp32 + _buffer_bytes(shape, mesh, work),

@@ -18,6 +18,8 @@ from smp.config import ActivationConfig, ParallelConfig
 from smp.memory.estimate import peak_bytes
 from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Workload
 from smp.mesh import Mesh
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import gathered_bytes, moved_bytes
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.lora import Config as LoraConfig
@@ -37,9 +39,6 @@ HIDDEN_MOVED, INNER_MOVED = 26, 7
 FUSED_HIDDEN_MOVED, FUSED_INNER_MOVED = 12, 4
 # Bytes of a logit: in bf16 written, cast to fp32, log-softmax and its gradient, cast back, read by two products.
 LOGIT_BYTES = 24
-# AdamW in fp32: reads parameter, gradient and two moments, writes three; the norm reads the gradient, clipping
-# reads and writes it; zeroing writes it.
-UPDATE_BYTES = 4 * (7 + 3 + 1)
 REDUCE_BYTES = 4  # gradients are reduced in fp32
 HOST_MEMORY = 80e9  # bytes/s of a device's share of its host: an H200 with 16 cores, benchmarks/results/gpu
 # Operations of an eager block, forward and backward, as the host issues them; those of selective recomputation pass two
@@ -151,11 +150,15 @@ def _to_host(row: DeviceRow) -> float:
     return row.host_link * row.efficiency.links * 1e9 or math.inf
 
 
-def _update(parameters: float, row: DeviceRow, *, on_host: bool, gathers: int) -> float:
-    """Return the seconds of the update; on the host with copies of gradients, and of shards before each gather."""
+def _update(parameters: float, moved: float, row: DeviceRow, *, on_host: bool, gathers: int) -> float:
+    """Return the seconds of the update; on the host with copies of gradients, and of shards before each gather.
+
+    Args:
+        moved: bytes for each parameter.
+    """
     if on_host and row.is_gpu:
-        return UPDATE_BYTES * parameters / HOST_MEMORY + 4 * parameters * (1 + gathers) / _to_host(row)
-    return UPDATE_BYTES * parameters / (row.bandwidth * 1e12 * row.efficiency.memory)
+        return moved * parameters / HOST_MEMORY + 4 * parameters * (1 + gathers) / _to_host(row)
+    return moved * parameters / (row.bandwidth * 1e12 * row.efficiency.memory)
 
 
 def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, local: int) -> StepTime:
@@ -190,6 +193,9 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     ends = (1 + more) * links.send("all_gather", value * vocabulary, "dp_shard", (1 + more) * work.accumulation)
     ends += links.send("reduce_scatter", REDUCE_BYTES * outside, "dp_shard", work.accumulation)
     replicas = links.send("all_reduce", REDUCE_BYTES * own, "dp_replicate", 1)
+    moved = moved_bytes(shape.specs, work.settings[OptimConfig])
+    sent = gathered_bytes(shape.specs, mesh, work.settings[OptimConfig])
+    update = sum(links.send("all_gather", nbytes, axis, 1) for axis, nbytes in sent.items())
     forward, backward = block.forward, block.backward(recompute)
     again = preference.dpo + more  # forward passes of the head alone: backward of pairs makes the logits again
     head = (2 * again + (6 if outside else 4)) * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
@@ -215,7 +221,8 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
         "compute": compute,
         "exposed gathers": work.accumulation * (shape.layers * exposed + ends) + replicas,
         **links.waited([sent for each in traffic for sent in each.sent], blocks, hiding),
-        "optimizer": _update(own, row, on_host=activation.cpu_offload, gathers=gathers * work.accumulation),
+        "optimizer": update
+        + _update(own, moved, row, on_host=activation.cpu_offload, gathers=gathers * work.accumulation),
         "host": issued,
         "offloading": offloading,
     }

@@ -9,11 +9,11 @@ from smp.config import ActivationConfig
 from smp.memory.host import estimate_host_memory
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import PARAMETER_BYTES, state_bytes
 from smp.parallel import lora
 from smp.parallel.activation_checkpoint import waiting_bytes
 
-# AdamW's two moments beside each parameter, all in fp32.
-_STATE_BYTES = 12
 _FP32 = 4
 
 
@@ -60,12 +60,18 @@ def host_bytes(
     return {names.get(name, name): size * local for name, size in one.items()}
 
 
+def checkpoint_bytes(shape: ModelShape, work: Workload) -> int:
+    """Predict the bytes of a checkpoint: trained parameters, in fp32, and the state of their optimizer."""
+    each = PARAMETER_BYTES + state_bytes(shape.specs, work.settings[OptimConfig])
+    return int(each * shape.trained(1).parameters)
+
+
 def disk_bytes(
     shape: ModelShape, mesh: Mesh, work: Workload, checkpoint: CheckpointConfig, *, local: int
 ) -> dict[str, int]:
     """Predict the bytes on disks, by use: of the job, but activations of each host."""
     replicas = mesh.replicas.size if checkpoint.is_local else 1
-    one = _STATE_BYTES * shape.trained(1).parameters * replicas
+    one = checkpoint_bytes(shape, work) * replicas
     kept = sum(checkpoint.num_kept_checkpoints) + checkpoint.keep_best
     # A new one is whole before an old one goes.
     found = {"checkpoint": one, "kept checkpoints": one * (kept + 1)}

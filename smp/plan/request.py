@@ -19,6 +19,7 @@ from smp.memory.estimate import estimate_memory, free_blocks, processes_that_fit
 from smp.memory.shape import ModelShape
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
+from smp.optim.optimizers import entry_named
 from smp.parallel.parallelize import add_parameters, settings_of, shape_of
 from smp.plan import document
 from smp.plan.closed_time import estimate, step_time
@@ -100,6 +101,7 @@ def read_request(
             raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
         if problems := config.preference.misfits_of_loss(config.loss, config.model, config.lora):
             raise ConfigError(problems)
+        entry_named(config.optim.optimizer)
         model = resolve_model(config.model, here=not row.is_gpu)
         if global_tokens is not None:
             tokens, length = parse_count("--global_tokens", global_tokens), model.sequence_length

@@ -29,6 +29,7 @@ from smp.memory.categories import ACTIVATIONS, OTHER
 from smp.mesh import Mesh
 from smp.microbatch import Microbatch
 from smp.models.registry import build_model
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.linear import local_tensor
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import model_blocks
@@ -36,7 +37,6 @@ from smp.plan import world
 from smp.plan.events import BACKWARD, BEGIN, FORWARD, REFERENCE, UPDATE, StepPhase, Trace
 from smp.plan.step_profile import StepTrace
 from smp.train.checked_job import Job, planned_batch
-from smp.train.optimizer import build_optimizer
 from smp.train.preference import loss_of
 from smp.train.step import TokenLoss, train_step
 
@@ -225,7 +225,7 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
         materialize_(model, torch.device("cpu") if cpu_offload else device)
         _replace_buffers(model, lambda buffer: buffer.to(device))
         model.train()
-        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
+        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr, family=job.model.family)
         _allocate_state(optimizer)
         batch = StepBatch([_faked(each, mode) for each in real.microbatches], mode.from_tensor(real.sample_ids))
         trace = StepTrace(model, optimizer, device, mode, capability)

@@ -18,6 +18,7 @@ from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
 from smp.log import configure_logging, get_logger, prepare_streams
 from smp.memory.tracker import MemoryTracker
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.arguments import ArgumentsError, parse_args
@@ -27,7 +28,6 @@ from smp.train.evaluate import evaluate
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.history import recorded
 from smp.train.on_resume import changes_since, with_saved_settings
-from smp.train.optimizer import build_optimizer
 from smp.train.planned import Planned, dry_run, predict, print_plan
 from smp.train.report import announce, arguments_table, begin_files
 from smp.train.start import agree_on_start, check_named, prepare_device, restore_start, search_for
@@ -63,7 +63,7 @@ def run(job: CheckedJob, guard: Guard) -> int:
             load_weights=start.checkpoint is None,
             record=functools.partial(memory.record, step=start.progress.step),
         )
-        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
+        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr, family=job.model.family)
         seed_everything(config.run.seed, mesh.loss.rank)
         start = search.fill(start, functools.partial(restore_start, job, mesh, model, optimizer))
         guard.refuse_crash_loop(start.progress.step)

@@ -34,12 +34,12 @@ from smp.faults.config import FaultConfig
 from smp.log import redact
 from smp.models.model_config import ModelConfig
 from smp.models.preset import list_presets
+from smp.optim.config import OptimConfig
 from smp.parallel.allocator import AllocatorConfig
 from smp.parallel.lora import Config as LoraConfig
 from smp.runtime import data_channel, own_arguments
 from smp.train.logging_config import LoggingConfig
 from smp.train.lr_schedule import LRConfig
-from smp.train.optimizer import OptimConfig
 from smp.train.preference import Config as PreferenceConfig
 from smp.train.run_config import RunConfig
 from smp.yaml_input import strict_yaml

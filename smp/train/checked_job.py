@@ -23,6 +23,7 @@ from smp.memory.limits import available_memory
 from smp.memory.shape import ModelShape, Workload, workload
 from smp.mesh import Mesh, choose_strategy, resolve_mesh
 from smp.models.model_config import ResolvedModel, resolve_model
+from smp.optim.optimizers import entry_named
 from smp.parallel import parallelize
 from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.documents import check_documents
@@ -161,6 +162,7 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
     model = attempt(resolve_model, present_model(config), here=not is_elsewhere(config))
     run_dir = Path(config.run.output_dir or f"runs/{model.name if model else ''}").absolute()
     attempt(check_output, config, run_dir)
+    attempt(entry_named, config.optim.optimizer)
     if model is None:
         attempt(_lay_out, config, launch)
         raise ConfigError(problems)

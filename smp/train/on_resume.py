@@ -24,9 +24,9 @@ logger = get_logger("train")
 SAVED, COMPARED, TOLD, FREE = "saved", "compared", "told", "free"
 MEANING = {
     SAVED: "it scales saved values: without the flag the checkpoint's value is taken, and another one is refused",
-    COMPARED: "what it makes is compared: the model's configuration and tensors, the data, the global batch, the "
-    "learning rate's horizon. What gives saved values another meaning is refused; other changes are warned of, and "
-    "apply",
+    COMPARED: "what it makes is compared: the model's configuration and tensors, the optimizer, the data, the global "
+    "batch, the learning rate's horizon. What gives saved values another meaning is refused; other changes are warned "
+    "of, and apply",
     TOLD: "a change is warned of, and applies",
     FREE: "a change applies and is not warned of: it is of where, how long and how fast, and not of what is trained",
 }
@@ -39,7 +39,7 @@ _ON_RESUME = {
         rope_scaling_factor rope_scaling_high_freq_factor rope_scaling_low_freq_factor
         rope_scaling_original_max_position_embeddings sliding_window dataset_type max_steps epochs train_batch_size
         gradient_accumulation_steps global_batch_size lora_rank lora_dropout qlora
-        lora_train_tokens lora_modules_to_save
+        lora_train_tokens lora_modules_to_save optimizer
     """,
     TOLD: """
         model model_type initializer_range max_context_width attn_implementation finetune pretrained_model_name

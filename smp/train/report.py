@@ -28,6 +28,7 @@ from smp.memory.advice import advice_text
 from smp.memory.estimate import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
 from smp.models.weight_files import generation_dir_of, stops_of
+from smp.optim.optimizers import kind_of
 from smp.parallel.parallelize import add_parameters
 from smp.plan.devices import peak_flops
 from smp.train import history
@@ -141,6 +142,7 @@ def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float |
             "config": job.config.flat(),
             "data": job.train_data.fingerprint,
             "rows": job.train_data.digest,
+            "optimizer": kind_of(job.config.optim),
             "global_batch_size": start.global_batch_size,
             "max_steps": start.max_steps,
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,

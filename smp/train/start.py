@@ -36,6 +36,8 @@ from smp.faults.agreement import require_same, together
 from smp.log import get_logger
 from smp.memory.limits import agree_on_memory
 from smp.mesh import Mesh
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import PLAIN, kind_of, kind_text, saved_kind
 from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
 from smp.parallel.choices import agree_on_choices
 from smp.train.arguments import DEFAULT_MAX_STEPS
@@ -59,7 +61,7 @@ def resolve(job: CheckedJob, checkpoint: Path | RemoteCheckpoint | None) -> Star
     run, saved = job.config.run, None
     if checkpoint is not None:
         settings = job.config.checkpoint
-        saved = read_saved(checkpoint, local=settings.is_local, reset=settings.reset_progress)
+        saved = read_saved(checkpoint, job.config.optim, local=settings.is_local, reset=settings.reset_progress)
         check_fits(job, checkpoint, saved)
     size = run.global_batch_size  # a resumed run keeps its own unless told otherwise
     if size is None:
@@ -87,7 +89,7 @@ def check_named(job: CheckedJob) -> None:
         saved = (
             read_usable(found, local=local)
             if evaluates
-            else read_saved(found, local=local, reset=settings.reset_progress)
+            else read_saved(found, job.config.optim, local=local, reset=settings.reset_progress)
         )
         check_fits(job, found, saved)
 
@@ -249,34 +251,32 @@ def _is_job(manifest: Manifest) -> bool:
     return valid and has_batch and isinstance(manifest.run.get("config", {}), dict)
 
 
-def _check_script(path: Path | RemoteCheckpoint, manifest: Manifest, *, reset: bool) -> None:
-    """Raise a UserError for a script's checkpoint of another optimizer, or without ``--reset_progress 1``."""
-    optimizer = manifest.run["optimizer"].get("class")
-    if optimizer != "AdamW":
-        raise UserError(
-            f"checkpoint {path} was made with the optimizer {optimizer} and the job has AdamW: write a model of it "
-            f"with `smp export`, and start from that"
-        )
-    if not reset:
-        raise UserError(
-            f"checkpoint {path} is a script's, and does not say where in the data the job would continue: "
-            f"--reset_progress 1 takes its parameters and AdamW's state, and begins data, schedule and generators anew"
-        )
-
-
-def read_saved(path: Path | RemoteCheckpoint, *, local: bool, reset: bool) -> Manifest:
+def read_saved(path: Path | RemoteCheckpoint, optim: OptimConfig, *, local: bool, reset: bool) -> Manifest:
     """Return the manifest of the checkpoint to resume from.
 
     Args:
+        optim: the job's optimizer.
         reset: replace its progress by that of a new run.
 
     Raises:
-        UserError: it is damaged, needs ``reset``, or is of the other kind.
+        UserError: it is damaged, of another optimizer, needs ``reset``, or is of the other kind.
     """
     manifest = read_usable(path, local=local)
-    if is_script(manifest.run):
-        _check_script(path, manifest, reset=reset)
-    return dataclasses.replace(manifest, run={"progress": dataclasses.asdict(TrainState())}) if reset else manifest
+    theirs, mine = saved_kind(manifest.run), kind_of(optim)
+    if theirs != mine:
+        flags = "" if "class" in theirs else f"give {kind_text(theirs or PLAIN)}, or "
+        raise UserError(
+            f"checkpoint {path} was made with the optimizer {kind_text(theirs)} and the job has {kind_text(mine)}: "
+            f"{flags}write a model of it with `smp export`, and start from that"
+        )
+    if is_script(manifest.run) and not reset:
+        raise UserError(
+            f"checkpoint {path} is a script's, and does not say where in the data the job would continue: "
+            f"--reset_progress 1 takes its parameters and the optimizer's state, and begins data, schedule and "
+            f"generators anew"
+        )
+    run = {"progress": dataclasses.asdict(TrainState()), "optimizer": theirs}
+    return dataclasses.replace(manifest, run=run) if reset else manifest
 
 
 def read_usable(path: Path | RemoteCheckpoint, *, local: bool) -> Manifest:

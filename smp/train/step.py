@@ -16,13 +16,13 @@ from smp.faults.nonfinite import spread_nonfinite
 from smp.host_copies import to_device
 from smp.loss import IGNORE_INDEX
 from smp.microbatch import FOR_THE_STEP, Microbatch
+from smp.optim.optimizers import MixedOptimizer
 from smp.parallel.attention import document_lengths
 from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.parallelize import own_part
 from smp.parallel.sharding import set_gradient_sync
 from smp.parallel.technique import Setup, after_update, extra_loss
-from smp.train.optimizer import step_unless
 
 
 def nothing(tag: str) -> None:
@@ -89,7 +89,7 @@ class StepResult:
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MixedOptimizer,
     batch: StepBatch,
     *,
     setup: Setup,
@@ -104,7 +104,7 @@ def train_step(
     The device leaves the update out where the gradients are not finite, or no token of the batch is valid.
 
     Args:
-        optimizer: a fused AdamW.
+        optimizer: of :func:`smp.optim.optimizers.build_optimizer`.
         batch: this data rank's micro-batches.
         setup: the model's, on a joined mesh.
         grad_clip: bound of the global gradient norm; 0 only measures.
@@ -137,7 +137,7 @@ def train_step(
     norms: dict[nn.Parameter, torch.Tensor] = {}
     grad_norm = clip_grad_norm_(model, grad_clip, norms=norms)
     skipped = ~grad_norm.isfinite() | (divisor == 0)
-    step_unless(optimizer, skipped)
+    optimizer.step(skip=skipped)
     after_update(model, skipped)
     # Before the next forward, so that gradients are freed when activations grow.
     optimizer.zero_grad(set_to_none=True)

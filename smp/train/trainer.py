@@ -30,6 +30,7 @@ from smp.memory.tracker import MemoryTracker, memory_stats
 from smp.models.added import is_frozen
 from smp.models.file_names import buffers_of, parameters_of
 from smp.models.weight_files import ADAPTER_CONFIG
+from smp.optim.optimizers import MixedOptimizer
 from smp.parallel import lora
 from smp.parallel.technique import Setup
 from smp.pretrained import base_dtypes
@@ -63,7 +64,7 @@ class Trainer:
     job: CheckedJob
     start: Start
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: MixedOptimizer
     state: TrainState
     metrics: MetricsLogger | NullMetricsLogger
     memory: MemoryTracker

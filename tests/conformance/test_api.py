@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 import smp
 from smp.models import llama, registry
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel import parallelize
-from smp.train.optimizer import OptimConfig, build_optimizer
 from tests.distributed import run_distributed
 from tests.reference import CLIP, LR, VOCABULARY, build_reference, global_batch, reference_trajectory, relative
 

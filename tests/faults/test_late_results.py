@@ -12,8 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.data.data_pipeline import StepBatch
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.train import trainer
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests.distributed import run_distributed
 from tests.faults.disk import fail

@@ -19,7 +19,8 @@ from smp.checkpoint.state import state_tensors
 from smp.checkpoint.storage import Storage
 from smp.config import ParallelConfig
 from smp.mesh import resolve_mesh
-from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,10 +20,11 @@ from smp.config import LossConfig, Settings
 from smp.errors import UserError
 from smp.models import added
 from smp.models.registry import family_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel import lora
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests.distributed import run_distributed
 from tests.reference import (

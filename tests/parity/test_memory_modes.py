@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 import smp
 from smp.config import ActivationConfig, LossConfig
 from smp.models.registry import family_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.offload import DiskStore, HostStore, offload
 from smp.parallel.offload.stores import _OnDisk, _OnHost
 from smp.parallel.parallelize import parallelize
 from smp.parallel.technique import model_blocks
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests.distributed import run_distributed
 from tests.reference import LR, Layout, global_batch, rank_batch, setup_of

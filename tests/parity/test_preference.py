@@ -18,11 +18,12 @@ from smp.data.packing import Collator, Row
 from smp.data.samples import Choice, PackedSamples
 from smp.data.token_cache import Columns
 from smp.models.registry import family_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel import lora
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.sharding import reshard
 from smp.parallel.technique import Setup
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.preference import Config, loss_of
 from smp.train.reference import compute_reference
 from smp.train.step import train_step

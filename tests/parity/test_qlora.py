@@ -16,10 +16,11 @@ from smp.checkpoint import lora_merge
 from smp.comm.gloo import DirectAllGather
 from smp.errors import UserError
 from smp.models.registry import family_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel import lora, nf4
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests.distributed import run_distributed
 from tests.parity.test_lora import STEPS, our_name, peft, peft_of, settings_with

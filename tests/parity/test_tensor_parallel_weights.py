@@ -31,8 +31,9 @@ from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.models.init_rules import init_rules
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.parallelize import prepare_model
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests import reference
 from tests.distributed import run_distributed

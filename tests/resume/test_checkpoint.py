@@ -50,8 +50,9 @@ from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig
 from smp.errors import DamagedCheckpointError, RunError, UserError
 from smp.models.registry import family_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.parallelize import parallelize
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests import manifests
 from tests.distributed import run_distributed

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import smp
 from smp.cli import main as command
+from smp.optim.config import OptimConfig
 from smp.train import __main__ as train_main
 from smp.train.arguments import parse_args
 from smp.train.start import read_saved
@@ -211,10 +212,10 @@ def test_what_a_job_and_a_script_do_not_take_of_each_other(tmp_path):
     path = shutil.copytree(DATA / "script_ddp", tmp_path / "script") / "net-2steps"
     for reset, said in ((False, "--reset_progress 1 takes its parameters"), (True, None)):
         with pytest.raises(smp.UserError, match=said) if said else contextlib.nullcontext():
-            assert read_saved(path, local=False, reset=reset).run["progress"]["step"] == 0
+            assert read_saved(path, OptimConfig(), local=False, reset=reset).run["progress"]["step"] == 0
     manifests.change(path, lambda content: content["run"]["optimizer"].update({"class": "SGD"}))
     with pytest.raises(smp.UserError, match="the optimizer SGD and the job has AdamW"):
-        read_saved(path, local=False, reset=True)
+        read_saved(path, OptimConfig(), local=False, reset=True)
     for start in ([], ["--resume_from_checkpoint", "latest"]):
         with pytest.raises(smp.ConfigError, match="--reset_progress 1 needs a path in --resume_from_checkpoint"):
             parse_args([*FLAGS, "--reset_progress", "1", *start])

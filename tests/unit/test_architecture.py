@@ -20,7 +20,7 @@ LAYERS = {
     "smp.environment": 1,
     "smp.starting": 2, "smp.runtime": 2, "smp.mesh": 2, "smp.models": 2, "smp.loss": 2,
     "smp.comm": 3, "smp.cpu_bf16": 3, "smp.delayed_init": 3, "smp.memory.shape": 3, "smp.memory.warnings": 3,
-    "smp.pretrained": 4, "smp.parallel": 4,
+    "smp.optim": 3, "smp.pretrained": 4, "smp.parallel": 4,
     "smp.parallel.parallelize": 5, "smp.plots": 5,
     "smp.faults": 4, "smp.data": 5, "smp.compat": 5,
     "smp.checkpoint": 6, "smp.fsdp": 6, "smp.api": 6, "smp.memory": 6,

@@ -211,8 +211,9 @@ def test_every_second_block(graphs):
 
 def _sharded(mode, tp, sequence):
     from smp.config import LossConfig
+    from smp.optim.config import OptimConfig
+    from smp.optim.optimizers import build_optimizer
     from smp.parallel.parallelize import parallelize
-    from smp.train.optimizer import OptimConfig, build_optimizer
     from smp.train.step import train_step
 
     torch._dynamo.reset()

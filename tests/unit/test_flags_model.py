@@ -20,10 +20,10 @@ from smp.errors import ConfigError
 from smp.loss import shift_labels
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.offload import DiskStore
 from smp.train.lr_schedule import lr_at
-from smp.train.optimizer import build_optimizer
 from smp.train.report import profile_step
 from smp.train.state import TrainState
 from tests.flags import (

@@ -29,6 +29,8 @@ from smp.memory.tracker import cpu_tensor_bytes, rss_bytes
 from smp.mesh import lay_out
 from smp.models.family import LogitTransform
 from smp.models.registry import family_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel.loss import cost
 from smp.parallel.parallelize import parallelize
 from smp.parallel.tensor import group as tp_group
@@ -36,7 +38,6 @@ from smp.plan.step_profile import _caller
 from smp.runtime import release_cache
 from smp.train import checked_job
 from smp.train.logging_config import LoggingConfig
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.report import profile_step
 from smp.train.state import TrainState
 from smp.train.step import train_step

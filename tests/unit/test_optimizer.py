@@ -1,9 +1,9 @@
-"""Weight-decay groups and the state that a checkpoint is read into."""
+"""Groups of parameters, the state that a checkpoint is read into, and an optimizer that is made up."""
 
 import torch
 
-from smp.checkpoint.restore import adamw_state
-from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from tests.reference import build_reference
 
 
@@ -23,11 +23,29 @@ def test_only_matrices_decay():
 def test_allocated_state_is_what_a_first_step_starts_from():
     first, second = (build_reference("llama_tied", torch.float32) for _ in range(2))
     optimizers = [build_optimizer(model, OptimConfig(), lr=0.1) for model in (first, second)]
-    for parameter in second.parameters():
-        optimizers[1].state[parameter] = adamw_state(parameter, on_device=True)
+    for group in optimizers[1].param_groups:
+        for parameter in group["params"]:
+            optimizers[1].state[parameter] = optimizers[1].initial_state(parameter, group)
     for model, optimizer in zip((first, second), optimizers, strict=True):
         model(torch.arange(8)[None]).logits.sum().backward()
         optimizer.step()
     for mine, theirs in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         assert optimizers[0].state[mine].keys() == optimizers[1].state[theirs].keys()
+
+
+def test_adamw_is_torchs_to_the_last_bit():
+    first, second = (build_reference("llama_tied", torch.float32) for _ in range(2))
+    mine = build_optimizer(first, OptimConfig(), lr=0.1)
+    groups = [{"params": [p for p in second.parameters() if (p.dim() < 2) is vector], "weight_decay": decay}
+              for vector, decay in ((False, 0.2), (True, 0.0))]  # fmt: skip
+    theirs = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), fused=True)
+    skipped = 2
+    for step in range(4):
+        for model in (first, second):
+            model(torch.arange(8)[None] + step).logits.square().sum().backward()
+        mine.step(skip=torch.tensor(step == skipped))
+        if step != skipped:
+            theirs.step()
+        mine.zero_grad(), theirs.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

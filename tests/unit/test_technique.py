@@ -27,6 +27,8 @@ from smp.memory.estimate import estimate_memory
 from smp.memory.shape import Workload
 from smp.mesh import lay_out
 from smp.models.registry import FAMILIES, family_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import checkpointed_blocks
 from smp.parallel.technique import Sent, Setup, Traffic
@@ -34,7 +36,6 @@ from smp.plan.closed_time import estimate, step_time
 from smp.plan.devices import device_row
 from smp.plan.records import GIB
 from smp.plan.request import read_request
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests import adapters, ballast
 from tests.distributed import run_distributed

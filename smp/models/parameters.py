@@ -1,0 +1,105 @@
+"""Facts about each parameter of a model: its name, shape, unit and kind, and whether it is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+from smp.models.added import added_parameters
+from smp.models.family import Family
+from smp.models.file_names import clean_name
+from smp.models.projection import projection_size
+
+EMBEDDING, HEAD = "embedding", "head"
+
+# What a parameter is to its module: weight of a linear layer, or of an adapter; matrices of experts in one parameter;
+# rows that are looked up or multiplied to logits; a bias, a norm's weight; any other tensor, as a convolution's.
+Kind = Literal["matrix", "experts", "table", "vector", "tensor"]
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter of the full model.
+
+    Attributes:
+        name: in the model, without those of wrappers; of a tied one the first.
+        shape: of all of it.
+        unit: ``embedding``, the index of a block, or ``head``, which has what is outside of the others.
+        kind: what it is to its module.
+        trained: whether it has a gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    unit: str | int
+    kind: Kind
+    trained: bool = True
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ParameterTable:
+    """The parameters of a model in its order, a tied one once. Two are equal only if they are the same object."""
+
+    specs: tuple[ParameterSpec, ...] = ()
+
+    def __iter__(self) -> Iterator[ParameterSpec]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    @property
+    def trained(self) -> list[ParameterSpec]:
+        """Those that have a gradient."""
+        return [spec for spec in self.specs if spec.trained]
+
+    def count(self, *, trained: bool = False) -> int:
+        """Count the elements, of all or of those that are trained."""
+        return sum(spec.size for spec in (self.trained if trained else self.specs))
+
+
+def parameter_table(model: nn.Module, family: Family | None = None) -> ParameterTable:
+    """List the parameters of a model: real, sharded or on the meta device, with what techniques have added.
+
+    Args:
+        family: of its architecture; None: linear layers are taken to be of blocks.
+    """
+    added, head = added_parameters(model), getattr(model, "get_output_embeddings", lambda: None)()
+    specs: dict[int, ParameterSpec] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = clean_name(f"{prefix}.{name}" if prefix else name)
+            kind = _kind(module, name, parameter.dim(), is_head=module is head, is_added=full in added)
+            unit = _unit(full, family)
+            spec = ParameterSpec(full, tuple(parameter.shape), unit, kind, parameter.requires_grad)
+            specs.setdefault(id(parameter), spec)
+    return ParameterTable(tuple(specs.values()))
+
+
+def _kind(module: nn.Module, name: str, dimensions: int, *, is_head: bool, is_added: bool) -> Kind:
+    if dimensions < 2:
+        return "vector"
+    if is_added and dimensions == 2:
+        return "matrix"
+    if is_head or isinstance(module, nn.Embedding):
+        return "table"
+    if projection_size(module) and name == "weight":
+        return "matrix"
+    # transformers keeps the experts of a layer in parameters of three dimensions.
+    return "experts" if dimensions == 3 and not isinstance(module, nn.Conv1d) else "tensor"
+
+
+def _unit(name: str, family: Family | None) -> str | int:
+    if family is None:
+        return 0
+    if name.startswith(f"{family.blocks}."):
+        return int(name[len(family.blocks) + 1 :].partition(".")[0])
+    return EMBEDDING if name.startswith(f"{family.embedding}.") else HEAD

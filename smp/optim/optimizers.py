@@ -1,0 +1,242 @@
+"""The list of optimizers, which of them updates a parameter, and what its state takes."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, zeros
+
+from smp.errors import UserError
+from smp.mesh import Mesh
+from smp.models.family import Family
+from smp.models.file_names import parameters_of
+from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
+from smp.optim import adamw
+from smp.optim.config import OptimConfig
+from smp.optim.entry import Entry, StateSpec, member
+
+# The values of --optimizer. A new optimizer is its own file and a line here.
+OPTIMIZERS: list[Entry] = [adamw]
+PARAMETER_BYTES = 4  # of an element of a trained parameter, and of its gradient
+State = dict[torch.Tensor, dict[str, Any]]
+
+# What is left out of the kind of an optimizer: a checkpoint without an entry is of AdamW in fp32.
+PLAIN = {"optimizer": adamw.NAME}
+
+
+def entry_named(name: str) -> Entry:
+    """Return an optimizer; raises a UserError for a name that none has."""
+    for entry in OPTIMIZERS:
+        if name == entry.NAME:
+            return entry
+    raise UserError(f"--optimizer must be one of {', '.join(each.NAME for each in OPTIMIZERS)}, got {name!r}")
+
+
+def entry_of(spec: ParameterSpec, config: OptimConfig) -> Entry:
+    """Return the optimizer that updates a parameter: the job's, or AdamW if that does not take it."""
+    entry = entry_named(config.optimizer)
+    return entry if entry.takes(spec) else adamw
+
+
+def _taken(table: ParameterTable, config: OptimConfig) -> list[tuple[Entry, ParameterTable]]:
+    """Return each optimizer in use with the trained parameters that it updates."""
+    found: dict[str, list[ParameterSpec]] = defaultdict(list)
+    for spec in table.trained:
+        found[entry_of(spec, config).NAME].append(spec)
+    return [(entry_named(name), ParameterTable(tuple(specs))) for name, specs in found.items()]
+
+
+def find_problems(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> list[str]:
+    """Return one sentence for each reason why the optimizer cannot update such a model on such a mesh."""
+    return [text for entry, own in _taken(table, config) for text in member(entry, "problems")(own, mesh, config)]
+
+
+def kind_of(config: OptimConfig) -> dict[str, str]:
+    """Return the settings that say what a checkpoint's optimizer state is; a resume needs the same. It is in manifests.
+
+    Those of AdamW in fp32 are left out.
+    """
+    return {name: value for name, plain in PLAIN.items() if (value := getattr(config, name)) != plain}
+
+
+def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return :func:`kind_of` a job's optimizer; of a script's, its class, where that is not torch's AdamW."""
+    if isinstance(optimizer, MixedOptimizer):
+        return kind_of(optimizer.config)
+    name = type(optimizer).__name__
+    return {} if name == "AdamW" else {"class": name}
+
+
+def saved_kind(run: Mapping[str, Any]) -> dict[str, str]:
+    """Return the kind of optimizer in a manifest's ``run``, of a job or of a script."""
+    found = run.get("optimizer") or {}
+    return {name: found[name] for name in ("class", *PLAIN) if found.get(name, "AdamW") != "AdamW"}
+
+
+def kind_text(kind: Mapping[str, str]) -> str:
+    """Describe a kind in messages: by flags, or by its class."""
+    return kind.get("class") or " ".join(f"--{name} {value}" for name, value in kind.items()) or "AdamW"
+
+
+@functools.lru_cache(maxsize=64)
+def state_bytes(table: ParameterTable, config: OptimConfig, *, dtype: torch.dtype = torch.float32) -> float:
+    """Return the bytes of optimizer state of a trained parameter's element, on average; without scalars.
+
+    Args:
+        table: without trained parameters, as if AdamW updated them.
+        dtype: of the parameters.
+    """
+    sizes = [
+        (sum(each.nbytes for each in entry.state(spec.shape, dtype, config).values() if each.shape), spec.size)
+        for entry, own in _taken(table, config) or [(adamw, ParameterTable((ParameterSpec("", (1,), 0, "vector"),)))]
+        for spec in own
+    ]
+    return sum(size for size, _ in sizes) / sum(count for _, count in sizes)
+
+
+def moved_bytes(table: ParameterTable, config: OptimConfig) -> float:
+    """Return the bytes that an update reads and writes in memory for an element of a trained parameter, on average.
+
+    The update reads parameter, gradient and state, and writes parameter and state; the norm reads the gradient,
+    clipping reads and writes it, and zeroing writes it.
+    """
+    return PARAMETER_BYTES * (2 + 1 + 3 + 1) + 2 * state_bytes(table, config)
+
+
+def gathered_bytes(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> dict[str, float]:
+    """Return the bytes that a rank gathers in one update, by axis of the mesh."""
+    found: dict[str, float] = defaultdict(float)
+    for entry, own in _taken(table, config):
+        for axis, size in member(entry, "gathered")(own, mesh, config).items():
+            found[axis] += size
+    return dict(found)
+
+
+def working_bytes(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> int:
+    """Return the most bytes that an update allocates on a rank besides the state, and frees."""
+    found = (member(entry, "working_bytes")(own, mesh, config) for entry, own in _taken(table, config))
+    return max(found, default=0)
+
+
+class MixedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose parameter groups are each updated by an entry of :data:`OPTIMIZERS`.
+
+    Args:
+        groups: each with ``params``, ``optimizer`` (the name of its entry), ``weight_decay`` and the entry's settings.
+        config: what the entries read besides.
+        lr: the rate of all groups.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimConfig, *, lr: float):
+        self.config = config
+        super().__init__(groups, {"lr": lr})
+
+    def state_specs(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StateSpec]:
+        """Return the state of a parameter of ``group``, by key."""
+        return entry_named(group["optimizer"]).state(tuple(parameter.shape), parameter.dtype, self.config)
+
+    def initial_state(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the state of a parameter of ``group`` before the first update."""
+        specs = self.state_specs(parameter, group)
+        return {key: empty_state(parameter, spec, on_device=True) for key, spec in specs.items()}
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, skip: torch.Tensor | None = None
+    ) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: computes the loss, which is returned.
+            skip: 0-d bool: change nothing where it is true, without asking the device which; None: false.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            entry = entry_named(group["optimizer"])
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.initial_state(parameter, group))
+            if parameters:
+                entry.update(parameters, [self.state[parameter] for parameter in parameters], group, skip)
+        return loss
+
+
+def expected_specs(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Mapping[str, StateSpec]]:
+    """Return the state of each parameter after its first update, where that is known: a job's, and torch's AdamW's."""
+    found: dict[torch.Tensor, Mapping[str, StateSpec]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(optimizer, MixedOptimizer):
+                found[parameter] = optimizer.state_specs(parameter, group)
+            elif isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                found[parameter] = adamw.state(tuple(parameter.shape), parameter.dtype, OptimConfig())
+    return found
+
+
+def expected_state(optimizer: torch.optim.Optimizer) -> State:
+    """Return the state with that of the first update to come, where it is known; values are of no meaning.
+
+    A tensor like the parameter is the parameter: nothing is allocated for it.
+    """
+    state = dict(optimizer.state)
+    for parameter, specs in expected_specs(optimizer).items():
+        like = StateSpec(parameter.dtype, tuple(parameter.shape))
+        if parameter not in state:
+            state[parameter] = {
+                key: parameter if spec == like else empty_state(parameter, spec, on_device=True)
+                for key, spec in specs.items()
+            }
+    return state
+
+
+def empty_state(parameter: torch.Tensor, spec: StateSpec, *, on_device: bool) -> torch.Tensor:
+    """Return zeros of a tensor of the state of a parameter, laid out as torch's optimizers do.
+
+    Args:
+        on_device: whether scalars are on the parameter's device; else on the CPU.
+    """
+    shape, dtype = spec.shape, spec.dtype
+    if shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    if shape and isinstance(parameter, DTensor) and len(shape) == parameter.dim():
+        return zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device if shape or on_device else "cpu")
+
+
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, *, lr: float, family: Family | None = None
+) -> MixedOptimizer:
+    """Build the optimizer of a sharded model; its state is sharded like the parameters.
+
+    Norm weights and biases are the one-dimensional parameters of these models; they get no weight decay (the
+    originals matched norm classes by name and missed some).
+
+    Args:
+        family: as of :func:`smp.models.parameters.parameter_table`, by which parameters are grouped.
+    """
+    parameters, groups = parameters_of(model), defaultdict[tuple[Any, ...], list[nn.Parameter]](list)
+    for spec in parameter_table(model, family).trained:
+        groups[len(spec.shape) < 2, entry_of(spec, config).NAME].append(parameters[spec.name])
+    return MixedOptimizer(
+        [
+            {
+                "params": groups[key],
+                "weight_decay": 0.0 if is_vector else config.weight_decay,
+                "optimizer": name,
+                **entry_named(name).settings(config),
+            }
+            for key in sorted(groups)
+            for is_vector, name in [key]
+        ],
+        config,
+        lr=lr,
+    )
