@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import os
@@ -189,13 +188,12 @@ def documents(count: int, number: int, length: int) -> dict[str, Any]:
 def flops_per_token(config: Any, resolved: Any) -> float:
     """Count the model FLOPs of a token, with those of the parameters that the flags add or freeze."""
     from smp.config import Settings
-    from smp.parallel.parallelize import add_parameters
+    from smp.parallel.parallelize import table_of
     from smp.train.arguments import SECTIONS
     from smp.train.flops import model_flops_per_token
 
     settings = Settings(tuple(getattr(config, name) for name in SECTIONS))
-    add = functools.partial(add_parameters, family=resolved.family, settings=settings)
-    return model_flops_per_token(resolved.hf_config, resolved.sequence_length, add).total
+    return model_flops_per_token(resolved.hf_config, resolved.sequence_length, table_of(resolved, settings)).total
 
 
 def layout(length: int, data_ranks: int, ranks: int) -> Found:

@@ -12,13 +12,10 @@ import torch
 from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.environment.malloc import unused_heap
 from smp.mesh import Mesh
-from smp.models.added import added_parameters
-from smp.models.family import Family
 from smp.models.model_config import ResolvedModel
-from smp.models.parameters import ParameterTable, parameter_table
+from smp.models.parameters import EMBEDDING, HEAD, ParameterSpec, ParameterTable
 from smp.models.projection import projection_size
-from smp.models.registry import build_model
-from smp.models.saved import saved_bytes
+from smp.models.twin import twin_of
 
 NONE, SELECTIVE, FULL = "none", "selective", "full"  # recomputation
 
@@ -206,62 +203,50 @@ def _is_gated(block: torch.nn.Module, width: int) -> bool:
     return outputs.count(width) > 1 or 2 * width in outputs
 
 
-def _trained(model: torch.nn.Module, family: Family, counted: Callable[[torch.nn.Parameter], bool]) -> Trained:
+def _trained(table: ParameterTable, counted: Callable[[ParameterSpec], bool]) -> Trained:
     """Count some of the parameters."""
-    parts = [model, model.get_submodule(family.embedding), *model.get_submodule(family.blocks).children()]
-    found, table, *blocks = (sum(p.numel() for p in part.parameters() if counted(p)) for part in parts)
-    return Trained(found, table, found - table - sum(blocks), max(blocks))
+    units: dict[str | int, int] = dict.fromkeys(table.blocks, 0)
+    for spec in filter(counted, table):
+        units[spec.unit] = units.get(spec.unit, 0) + spec.size
+    most = max(units[block] for block in table.blocks)
+    return Trained(sum(units.values()), units.get(EMBEDDING, 0), units.get(HEAD, 0), most)
 
 
-def model_shape(model: ResolvedModel, add: Callable[[torch.nn.Module], None] = lambda model: None) -> ModelShape:
+def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> ModelShape:
     """Count the parameters of a model on the meta device.
 
     Args:
-        add: adds the techniques' parameters, and freezes what they freeze.
+        table: with what techniques add and freeze; None: they do nothing.
     """
-
-    def count(module: torch.nn.Module, *, trained: bool = False) -> int:
-        return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
-
     family, config = model.family, model.hf_config
-    with torch.device("meta"):
-        built = build_model(config, attn_implementation=model.attn_implementation)
-    blocks = list(built.get_submodule(family.blocks).children())
-    linears = [m.weight.numel() for m in max(blocks, key=count).modules() if isinstance(m, torch.nn.Linear)]
-    saved = [saved_bytes(built, max(blocks, key=count), dtype) for dtype in (torch.bfloat16, torch.float32)]
-    add(built)
-    total = count(built)
-    block_counts = [count(block) for block in blocks]
-    largest = blocks[block_counts.index(max(block_counts))]
-    intermediate = _mlp_width(largest, config)
-    table = count(built.get_submodule(family.embedding))
+    twin = twin_of(config, model.attn_implementation)
+    table = table or twin.table
+    block, saved = twin.largest_block, twin.saved
+    counts = _trained(table, lambda spec: True)
+    intermediate = _mlp_width(block, config)
     heads = getattr(config, "num_attention_heads", None) or 1  # recurrent models have none
     key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    frozen_but, own_trained = None, Trained(0, 0, 0, 0)
-    if count(built, trained=True) < total:
-        added = {id(built.get_parameter(name)) for name in added_parameters(built)}
-        frozen_but = _trained(built, family, lambda p: p.requires_grad)
-        own_trained = _trained(built, family, lambda p: p.requires_grad and id(p) not in added)
+    all_trained = all(spec.trained for spec in table)
     return ModelShape(
-        parameters=total,
-        largest_unit=max(table, max(block_counts), total - table - sum(block_counts)),
-        block=max(block_counts),
-        layers=len(block_counts),
+        parameters=counts.parameters,
+        largest_unit=max(counts.table, counts.block, counts.last),
+        block=counts.block,
+        layers=len(table.blocks),
         hidden=config.hidden_size,
         intermediate=intermediate,
         heads=heads,
         vocabulary=config.vocab_size,
-        gated_mlp=family.gated_mlp and _is_gated(largest, intermediate),
+        gated_mlp=family.gated_mlp and _is_gated(block, intermediate),
         key_value_heads=key_value_heads,
         key_value=2 * key_value_heads * head_dim * config.hidden_size,
         capped_logits=bool(family.logits and family.logits.cap),
         attention=heads * head_dim,
         saved=(saved[0], saved[1]) if saved[0] and saved[1] else None,
-        specs=parameter_table(built, family),
-        frozen_but=frozen_but,
-        own_trained=own_trained,
-        linear=sum(linears),
+        specs=table,
+        frozen_but=None if all_trained else _trained(table, lambda spec: spec.trained),
+        own_trained=_trained(table, lambda spec: spec.trained and not spec.added and not all_trained),
+        linear=sum(m.weight.numel() for m in block.modules() if isinstance(m, torch.nn.Linear)),
     )
 
 

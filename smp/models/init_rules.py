@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.errors import UserError
-from smp.models.registry import build_model
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _SAME_VALUES = {"clone", "_to_copy", "constant_pad_nd"}  # the last where it pads by nothing
@@ -236,26 +235,20 @@ def _silent_noted(recorder: _Recorder) -> Iterator[None]:
             setattr(nn.init, name, original)
 
 
-def record_rules(build: Callable[[], nn.Module], *, seed: int) -> Callable[[str], InitRule]:
-    """Build a model with parameters on the meta device, and record how each is initialised.
+class Recorded(NamedTuple):
+    """A model with parameters on the meta device, and the rules of their initial values by qualified name.
 
-    Args:
-        seed: of what the model's code draws outside of parameters. Such values are kept as they are.
-
-    Returns:
-        The rule of a parameter by its qualified name; it raises UserError for one that has none.
+    Attributes:
+        seed: of what was drawn outside of parameters; None: nothing was.
     """
-    from accelerate import init_empty_weights
 
-    recorder = _Recorder()
-    with torch.random.fork_rng(devices=[]), _silent_noted(recorder):
-        torch.manual_seed(seed)
-        with init_empty_weights(include_buffers=False), recorder:
-            model = build()
-    rules = {name: recorder.rule(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    model: nn.Module
+    rules: Mapping[str, InitRule]
+    seed: int | None
 
-    def find(name: str) -> InitRule:
-        rule = rules.get(name, InitRule(refusal="the model of transformers has no such parameter"))
+    def rule(self, name: str) -> InitRule:
+        """Return the rule of a parameter; raises UserError for one that has none."""
+        rule = self.rules.get(name, InitRule(refusal="the model of transformers has no such parameter"))
         if rule.refusal:
             raise UserError(
                 f"the initial values of parameter {name} cannot be drawn in shards ({rule.refusal}): start from "
@@ -263,9 +256,21 @@ def record_rules(build: Callable[[], nn.Module], *, seed: int) -> Callable[[str]
             )
         return rule
 
-    return find
 
+def record_rules(build: Callable[[], nn.Module], *, seed: int) -> Recorded:
+    """Build a model with parameters on the meta device, and record how each is initialised.
 
-def init_rules(hf_config: Any, *, seed: int) -> Callable[[str], InitRule]:
-    """Return :func:`record_rules` of the causal language model of a config."""
-    return record_rules(functools.partial(build_model, hf_config, attn_implementation="eager"), seed=seed)
+    Args:
+        seed: of what the model's code draws outside of parameters. Such values are kept as they are.
+    """
+    from accelerate import init_empty_weights
+
+    recorder = _Recorder()
+    with torch.random.fork_rng(devices=[]), _silent_noted(recorder):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with init_empty_weights(include_buffers=False), recorder:
+            model = build()
+        draws = not torch.equal(before, torch.get_rng_state())
+    rules = {name: recorder.rule(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    return Recorded(model, rules, seed if draws else None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from torch import nn
 
-from smp.models.added import added_parameters
+from smp.models.added import AddedParameter, added_parameters
 from smp.models.family import Family
 from smp.models.file_names import clean_name
 from smp.models.projection import projection_size
@@ -30,6 +30,7 @@ class ParameterSpec(NamedTuple):
         unit: ``embedding``, the index of a block, or ``head``, which has what is outside of the others.
         kind: what it is to its module.
         trained: whether it has a gradient.
+        added: whether a technique has added it to the model.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ParameterSpec(NamedTuple):
     unit: str | int
     kind: Kind
     trained: bool = True
+    added: bool = False
 
     @property
     def size(self) -> int:
@@ -57,13 +59,32 @@ class ParameterTable:
         return len(self.specs)
 
     @property
+    def blocks(self) -> list[int]:
+        """Indices of the blocks."""
+        return sorted({spec.unit for spec in self.specs if isinstance(spec.unit, int)})
+
+    @property
     def trained(self) -> list[ParameterSpec]:
         """Those that have a gradient."""
         return [spec for spec in self.specs if spec.trained]
 
-    def count(self, *, trained: bool = False) -> int:
-        """Count the elements, of all or of those that are trained."""
-        return sum(spec.size for spec in (self.trained if trained else self.specs))
+    def count(self, counted: Callable[[ParameterSpec], bool] = lambda spec: True) -> int:
+        """Count the elements of all parameters, or of some."""
+        return sum(spec.size for spec in self.specs if counted(spec))
+
+    def with_added(
+        self, added: Iterable[AddedParameter], *, freezes: bool, trained: Iterable[AddedParameter], family: Family
+    ) -> ParameterTable:
+        """Return the table with what :func:`smp.models.added.add_parameters` does to a model."""
+        names = {each.path for each in trained}
+        specs = [
+            spec._replace(trained=spec.name in names or (spec.trained and (spec.added or not freezes)))
+            for spec in self.specs
+        ]
+        for each in added:
+            kind: Kind = "vector" if len(each.shape) < 2 else "matrix" if len(each.shape) == 2 else "tensor"
+            specs.append(ParameterSpec(each.path, each.shape, _unit(each.path, family), kind, added=True))
+        return ParameterTable(tuple(specs))
 
 
 def parameter_table(model: nn.Module, family: Family | None = None) -> ParameterTable:
@@ -79,7 +100,7 @@ def parameter_table(model: nn.Module, family: Family | None = None) -> Parameter
             full = clean_name(f"{prefix}.{name}" if prefix else name)
             kind = _kind(module, name, parameter.dim(), is_head=module is head, is_added=full in added)
             unit = _unit(full, family)
-            spec = ParameterSpec(full, tuple(parameter.shape), unit, kind, parameter.requires_grad)
+            spec = ParameterSpec(full, tuple(parameter.shape), unit, kind, parameter.requires_grad, full in added)
             specs.setdefault(id(parameter), spec)
     return ParameterTable(tuple(specs.values()))
 

@@ -146,10 +146,3 @@ def tie_on_meta(model: nn.Module) -> None:
             if all(parameter.is_meta for parameter in parameters):
                 # Past __setattr__, which such a context has replaced.
                 module.get_submodule(owner)._parameters[name] = parameters[0]
-
-
-def count_parameters(hf_config: Any) -> int:
-    """Count the parameters of the model, a tied weight once; nothing is allocated."""
-    with torch.device("meta"):
-        model = build_model(hf_config, attn_implementation="eager")
-    return sum(parameter.numel() for parameter in model.parameters())

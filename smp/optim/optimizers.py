@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, zeros
 
 from smp.errors import UserError
 from smp.mesh import Mesh
-from smp.models.family import Family
 from smp.models.file_names import parameters_of
 from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
 from smp.optim import adamw
@@ -213,7 +212,7 @@ def empty_state(parameter: torch.Tensor, spec: StateSpec, *, on_device: bool) ->
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, *, lr: float, family: Family | None = None
+    model: nn.Module, config: OptimConfig, *, lr: float, table: ParameterTable | None = None
 ) -> MixedOptimizer:
     """Build the optimizer of a sharded model; its state is sharded like the parameters.
 
@@ -221,10 +220,10 @@ def build_optimizer(
     originals matched norm classes by name and missed some).
 
     Args:
-        family: as of :func:`smp.models.parameters.parameter_table`, by which parameters are grouped.
+        table: of the model's parameters, by which they are grouped; None: it is read from the model.
     """
     parameters, groups = parameters_of(model), defaultdict[tuple[Any, ...], list[nn.Parameter]](list)
-    for spec in parameter_table(model, family).trained:
+    for spec in (table or parameter_table(model)).trained:
         groups[len(spec.shape) < 2, entry_of(spec, config).NAME].append(parameters[spec.name])
     return MixedOptimizer(
         [

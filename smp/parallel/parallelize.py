@@ -19,9 +19,10 @@ from smp.mesh import Mesh
 from smp.microbatch import Microbatch
 from smp.models import added
 from smp.models.family import Family
-from smp.models.init_rules import init_rules
 from smp.models.model_config import ModelConfig, ResolvedModel
+from smp.models.parameters import ParameterTable
 from smp.models.registry import build_model
+from smp.models.twin import init_rules, twin_of
 from smp.optim.config import OptimConfig
 from smp.parallel import (
     activation_checkpoint,
@@ -118,9 +119,20 @@ def add_parameters(model: nn.Module, family: Family, settings: Settings) -> None
                 fill_added_(model, seed=0)
 
 
+def table_of(resolved: ResolvedModel, settings: Settings) -> ParameterTable:
+    """Return the table of a model's parameters, with what the techniques add and freeze."""
+    twin = twin_of(resolved.hf_config, resolved.attn_implementation)
+    table = twin.table
+    for technique in TECHNIQUES:
+        own = member(technique, "parameters")(twin.model, resolved.family, settings)
+        if any(own):
+            table = table.with_added(own.added, freezes=own.freezes, trained=own.trained, family=resolved.family)
+    return table
+
+
 def shape_of(resolved: ResolvedModel, settings: Settings) -> ModelShape:
     """Count the parameters of a model, with those that the techniques add."""
-    return model_shape(resolved, lambda model: add_parameters(model, resolved.family, settings))
+    return model_shape(resolved, table_of(resolved, settings))
 
 
 def apply_techniques(model: nn.Module, setup: Setup, *, keeps_values: bool = True) -> nn.Module:

@@ -20,7 +20,7 @@ from smp.memory.shape import ModelShape
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.optim.optimizers import entry_named
-from smp.parallel.parallelize import add_parameters, settings_of, shape_of
+from smp.parallel.parallelize import settings_of, shape_of
 from smp.plan import document
 from smp.plan.closed_time import estimate, step_time
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes
@@ -116,11 +116,11 @@ def read_request(
     except ConfigError as error:
         raise ConfigError([text for text in error.problems if text != NO_DATA]) from None
     settings = settings_of(config.flat())
-    add = functools.partial(add_parameters, family=model.family, settings=settings)
-    flops = model_flops_per_token(model.hf_config, model.sequence_length, add).total
+    shape = shape_of(model, settings)
+    flops = model_flops_per_token(model.hf_config, model.sequence_length, shape.specs).total
     return Request(
         argv, config.flat(), config.given, config.checkpoint, config.data, row, nodes, local, model,
-        shape_of(model, settings), flops,
+        shape, flops,
     )  # fmt: skip
 
 

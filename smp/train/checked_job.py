@@ -23,11 +23,12 @@ from smp.memory.limits import available_memory
 from smp.memory.shape import ModelShape, Workload, workload
 from smp.mesh import Mesh, choose_strategy, resolve_mesh
 from smp.models.model_config import ResolvedModel, resolve_model
+from smp.models.parameters import ParameterTable
 from smp.optim.optimizers import entry_named
 from smp.parallel import parallelize
 from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.documents import check_documents
-from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit, shape_of
+from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit, shape_of, table_of
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, allocator_variable, choose_backend
 from smp.train import garbage
@@ -77,6 +78,11 @@ class Job:
     def settings(self) -> Settings:
         """Settings of all sections, with what was chosen for those that are ``auto``."""
         return self.given.changed(**{choice.name: choice.value for choice in self.choices})
+
+    @property
+    def table(self) -> ParameterTable:
+        """Table of the model's parameters, with what the techniques add and freeze."""
+        return table_of(self.model, self.settings)
 
     @property
     def setup(self) -> Setup:

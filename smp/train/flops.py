@@ -8,15 +8,11 @@ more (as SMP v2 and Megatron-LM count).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
-
-from smp.models.added import added_parameters
+from smp.models.parameters import ParameterTable
 from smp.models.projection import projection_size
-from smp.models.registry import build_model
+from smp.models.twin import twin_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +31,7 @@ def _attention_layers(hf_config: Any) -> int:
     return sum(("attention" in kind and kind != "linear_attention") or kind == "hybrid" for kind in types)
 
 
-def model_flops_per_token(
-    hf_config: Any, sequence_length: int, add: Callable[[nn.Module], None] = lambda model: None
-) -> Flops:
+def model_flops_per_token(hf_config: Any, sequence_length: int, table: ParameterTable | None = None) -> Flops:
     """Count the model FLOPs of one token of training (forward and backward).
 
     6 for each weight of a linear layer, which includes the output head (tied or not) and leaves out the embedding, a
@@ -46,25 +40,25 @@ def model_flops_per_token(
 
     Args:
         sequence_length: tokens that attend to each other.
-        add: adds the techniques' parameters, and freezes what they freeze.
+        table: with what techniques add and freeze; None: they do nothing.
 
     Raises:
         UserError: the architecture is not supported.
 
     Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
     """
-    with torch.device("meta"):
-        model = build_model(hf_config, attn_implementation="eager")
-    weights = sum(inputs * outputs for inputs, outputs in filter(None, map(projection_size, model.modules())))
-    add(model)
-    if all(parameter.requires_grad for parameter in model.parameters()):
-        products, counted = 6 * weights, f"6 x {weights} matmul weights (head included, embedding not)"
+    twin = twin_of(hf_config)
+    table = table or twin.table
+    sizes = {f"{path}.weight": projection_size(module) for path, module in twin.model.named_modules()}
+    weights = {name: size for name, size in sizes.items() if size is not None}
+    count = sum(inputs * outputs for inputs, outputs in weights.values())
+    if all(spec.trained for spec in table):
+        products, counted = 6 * count, f"6 x {count} matmul weights (head included, embedding not)"
     else:
-        trained = sum(model.get_parameter(name).numel() for name in added_parameters(model))
-        layers: list[Any] = [module for module in model.modules() if projection_size(module)]
-        own = sum(each.weight.numel() for each in layers if each.weight.requires_grad)  # whose gradient is a product
-        products = 4 * weights + 6 * trained + 2 * own
-        counted = f"4 x {weights} frozen matmul weights (head included, embedding not) + 6 x {trained} trained ones"
+        trained = table.count(lambda spec: spec.added)
+        own = table.count(lambda spec: spec.trained and spec.name in weights)  # whose gradient is a product
+        products = 4 * count + 6 * trained + 2 * own
+        counted = f"4 x {count} frozen matmul weights (head included, embedding not) + 6 x {trained} trained ones"
         counted += f" + 2 x {own} of the head" if own else ""
     attention, heads = _attention_layers(hf_config), getattr(hf_config, "num_attention_heads", None) or 1
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ from smp.memory.estimate import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
 from smp.models.weight_files import generation_dir_of, stops_of
 from smp.optim.optimizers import kind_of
-from smp.parallel.parallelize import add_parameters
 from smp.plan.devices import peak_flops
 from smp.train import history
 from smp.train.adapters import warn_of_base, warn_of_untrained
@@ -160,8 +158,7 @@ def begin_files(job: CheckedJob, start: Start) -> MetricsLogger | NullMetricsLog
     )
     if not launch.is_main:
         return NullMetricsLogger()
-    add = functools.partial(add_parameters, family=job.model.family, settings=job.settings)
-    flops = model_flops_per_token(job.model.hf_config, job.model.sequence_length, add)
+    flops = model_flops_per_token(job.model.hf_config, job.model.sequence_length, job.table)
     notes = [f"model FLOPs: {flops.formula}", *(f"chosen: {choice}" for choice in job.choices)]
     _write_settings(job.config, job.run_dir / "config.yaml", notes)
     device_name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu"

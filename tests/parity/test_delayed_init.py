@@ -9,8 +9,9 @@ from smp import delayed_init
 from smp.config import ActivationConfig
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import UserError
-from smp.models.init_rules import init_rules, record_rules
+from smp.models.init_rules import record_rules
 from smp.models.registry import build_model, family_of
+from smp.models.twin import init_rules
 from smp.parallel.parallelize import parallelize
 from tests.distributed import run_distributed
 from tests.reference import Layout, tiny_config
@@ -82,7 +83,7 @@ def normal_rules(shape):
         nn.init.normal_(holder.weight)
         return holder
 
-    return record_rules(build, seed=0)
+    return record_rules(build, seed=0).rule
 
 
 def test_a_parameter_without_a_rule_is_named():

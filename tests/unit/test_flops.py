@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +18,7 @@ from smp.config import Settings
 from smp.errors import UserError
 from smp.models.registry import family_of
 from smp.parallel import lora
-from smp.parallel.parallelize import add_parameters
+from smp.parallel.parallelize import table_of
 from smp.plan.devices import peak_flops
 from smp.train.flops import model_flops_per_token
 
@@ -55,11 +57,12 @@ def test_equals_what_torch_counts_beside_adapters(name):
     """Where the embedding's output has a gradient, as the input of all blocks but the first does."""
     config = CONFIGS[name]
     peft = pytest.importorskip("peft")
-    family, settings = family_of(config), Settings((lora.Config(lora_rank=3),))
+    resolved = SimpleNamespace(hf_config=config, family=family_of(config), attn_implementation=None)
+    settings = Settings((lora.Config(lora_rank=3),))
     adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules="all-linear")
     model = peft.get_peft_model(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), adapters)
     model.enable_input_require_grads()
-    found = model_flops_per_token(config, LENGTH, lambda model: add_parameters(model, family, settings))
+    found = model_flops_per_token(config, LENGTH, table_of(resolved, settings))
     assert counted(model) == found.total * BATCH * LENGTH
     assert found.total < model_flops_per_token(config, LENGTH).total and "frozen matmul weights" in found.formula
 
@@ -67,10 +70,11 @@ def test_equals_what_torch_counts_beside_adapters(name):
 def test_a_head_that_is_trained_beside_adapters_has_a_gradient():
     config, saved = CONFIGS["llama_gqa"], ("embed_tokens", "lm_head", "norm")
     peft = pytest.importorskip("peft")
-    family, settings = family_of(config), Settings((lora.Config(lora_rank=3, lora_modules_to_save=saved),))
+    resolved = SimpleNamespace(hf_config=config, family=family_of(config), attn_implementation=None)
+    settings = Settings((lora.Config(lora_rank=3, lora_modules_to_save=saved),))
     adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules="all-linear", modules_to_save=list(saved))
     model = peft.get_peft_model(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), adapters)
-    found = model_flops_per_token(config, LENGTH, lambda model: add_parameters(model, family, settings))
+    found = model_flops_per_token(config, LENGTH, table_of(resolved, settings))
     assert counted(model) == found.total * BATCH * LENGTH
 
 

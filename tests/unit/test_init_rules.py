@@ -50,7 +50,7 @@ def on_meta(make):
 def filled(make, seed=3):
     model = on_meta(make)
     materialize_(model, torch.device("cpu"))
-    initialize_(model, record_rules(make, seed=seed), seed=seed)
+    initialize_(model, record_rules(make, seed=seed).rule, seed=seed)
     return model
 
 
@@ -87,7 +87,7 @@ def _same_in_shards(expected):
     model = on_meta(make)
     fully_shard(model)
     materialize_(model, torch.device("cpu"))
-    initialize_(model, record_rules(make, seed=3), seed=3)
+    initialize_(model, record_rules(make, seed=3).rule, seed=3)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor(), expected[name]), name
 
