@@ -154,6 +154,7 @@ def test_the_whole_configuration_stays_at_the_top():
         "smp.train.elsewhere",
         "smp.train.start",
         "smp.train.checked_job",
+        "smp.train.job",
         "smp.train.output_paths",
         "smp.train.report",
         "smp.doctor.check",
