@@ -139,6 +139,7 @@ def test_only_known_places_parse_a_command_line():
         "smp.train.report",
         "smp.yaml_input",
         "smp.launch.kubernetes",
+        "smp.optim.groups",
     }
 
 
