@@ -32,7 +32,8 @@ from smp.parallel.parallelize import prepare_model
 from smp.plan.shim import python_with
 from smp.runtime import Launch
 from smp.train.arguments import parse_args
-from smp.train.checked_job import Job, make_job
+from smp.train.checked_job import make_job
+from smp.train.job import Job
 from smp.train.preference import loss_of
 from smp.train.step import train_step
 from tests.distributed import run_distributed

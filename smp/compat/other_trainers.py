@@ -44,6 +44,8 @@ SAME: Mapping[str, str] = {
     "global_batch_size": "total_batch_size effective_batch_size",
     "gradient_accumulation_steps": "grad_accum grad_accum_steps gradient_accumulation accumulate_grad_batches",
     "seed": "random_seed manual_seed",
+    "optimizer": "optim optim.name optimizer.name optimizer_name optimizer_type optim_type optimizer.type",
+    "param_groups": "param_group optimizer.param_groups param_group_config",
     "weight_decay": "wd",
     "beta1": "adam_beta1",
     "beta2": "adam_beta2",
@@ -136,7 +138,8 @@ MISSING: Mapping[str, str] = {
     "mixtures of experts are not in this version": r"ep(_\w+)?|expert\w*|(num|n)_experts\w*|moe\w*",
     "fp16 is not in this version: use --bf16 1": r"\w*fp16\w*|float16|half|(initial_)?loss_scale\w*",
     "fp8 is not in this version: use --bf16 1": r"\w*(fp|float)8\w*",
-    "--optimizer chooses the optimizer": r"optim|optim(izer)?[_.](name|type|args)|use_(muon|adafactor)|muon\w*",
+    "optimizers other than AdamW, in 32 or 8 bits, and Muon are not in this version: leave it out": r"optim_args|"
+    r"use_adafactor|galore\w*|lomo\w*",
     "label smoothing is not in this version, but of pairs, --dpo_label_smoothing": r"label_smoothing\w*",
     "noise on embeddings is not in this version": r"neftune\w*",
     "an average of the weights is not in this version": r"(use_)?ema(_\w+)?",

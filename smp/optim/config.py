@@ -14,6 +14,12 @@ class OptimConfig(Section):
     optimizer: str = setting(
         "adamw", "The optimizer; a checkpoint is resumed only with the optimizer that it was saved with."
     )
+    param_groups: str | None = setting(
+        None,
+        "YAML or JSON file of parameter groups: a list of mappings with `pattern`, a regular expression that is "
+        "searched for in the names of transformers' parameters, and of `lr_factor`, `weight_decay` and `optimizer` "
+        "what is to differ from the job's. The first group that has a parameter counts.",
+    )
     weight_decay: float = setting(
         0.2, "Decoupled weight decay of matrices; norms and biases have none.", minimum=0, maximum=1000
     )

@@ -18,6 +18,7 @@ from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
 from smp.optim import adamw
 from smp.optim.config import OptimConfig
 from smp.optim.entry import Entry, StateSpec, member
+from smp.optim.groups import group_of, read_groups
 
 # The values of --optimizer. A new optimizer is its own file and a line here.
 OPTIMIZERS: list[Entry] = [adamw]
@@ -38,7 +39,7 @@ def entry_named(name: str) -> Entry:
 
 def entry_of(spec: ParameterSpec, config: OptimConfig) -> Entry:
     """Return the optimizer that updates a parameter: the job's, or AdamW if that does not take it."""
-    entry = entry_named(config.optimizer)
+    entry = entry_named(group_of(spec, config.param_groups).optimizer or config.optimizer)
     return entry if entry.takes(spec) else adamw
 
 
@@ -52,7 +53,20 @@ def _taken(table: ParameterTable, config: OptimConfig) -> list[tuple[Entry, Para
 
 def find_problems(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> list[str]:
     """Return one sentence for each reason why the optimizer cannot update such a model on such a mesh."""
-    return [text for entry, own in _taken(table, config) for text in member(entry, "problems")(own, mesh, config)]
+    found = []
+    groups, used = read_groups(config.param_groups), {group_of(spec, config.param_groups) for spec in table.trained}
+    for number, group in enumerate(groups, 1):
+        if group not in used:
+            shown = ", ".join(spec.name for spec in table.trained[:3])
+            why = "an earlier group has all" if any(map(group.has, table.trained)) else f"they are named like {shown}"
+            found.append(
+                f"--param_groups {config.param_groups}: group {number}: no trained parameter is left for pattern "
+                f"{group.pattern!r} ({why}): change it or leave it out"
+            )
+    return [
+        *found,
+        *(text for entry, own in _taken(table, config) for text in member(entry, "problems")(own, mesh, config)),
+    ]
 
 
 def kind_of(config: OptimConfig) -> dict[str, str]:
@@ -128,7 +142,7 @@ class MixedOptimizer(torch.optim.Optimizer):
     Args:
         groups: each with ``params``, ``optimizer`` (the name of its entry), ``weight_decay`` and the entry's settings.
         config: what the entries read besides.
-        lr: the rate of all groups.
+        lr: the rate of groups that name none.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: OptimConfig, *, lr: float):
@@ -222,19 +236,23 @@ def build_optimizer(
     Args:
         table: of the model's parameters, by which they are grouped; None: it is read from the model.
     """
-    parameters, groups = parameters_of(model), defaultdict[tuple[Any, ...], list[nn.Parameter]](list)
+    parameters, groups = parameters_of(model), defaultdict[tuple[bool, str, float, float], list[nn.Parameter]](list)
     for spec in (table or parameter_table(model)).trained:
-        groups[len(spec.shape) < 2, entry_of(spec, config).NAME].append(parameters[spec.name])
+        group, is_vector = group_of(spec, config.param_groups), len(spec.shape) < 2
+        decay = (0.0 if is_vector else config.weight_decay) if group.weight_decay is None else group.weight_decay
+        groups[is_vector, entry_of(spec, config).NAME, group.lr_factor, decay].append(parameters[spec.name])
     return MixedOptimizer(
         [
             {
                 "params": groups[key],
-                "weight_decay": 0.0 if is_vector else config.weight_decay,
+                "weight_decay": decay,
                 "optimizer": name,
+                "lr": lr * factor,
+                "lr_factor": factor,
                 **entry_named(name).settings(config),
             }
             for key in sorted(groups)
-            for is_vector, name in [key]
+            for _, name, factor, decay in [key]
         ],
         config,
         lr=lr,

@@ -16,8 +16,10 @@ from smp.memory.shape import Workload, workload
 from smp.mesh import Mesh, lay_out, resolve_mesh, sharding_choices
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ModelConfig, ResolvedModel
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import find_problems
 from smp.parallel.context.technique import problems
-from smp.parallel.parallelize import settings_of
+from smp.parallel.parallelize import settings_of, table_of
 from smp.parallel.technique import Setup
 from smp.train.preference import Config as PreferenceConfig
 
@@ -80,11 +82,12 @@ def layouts(
         resolved, settings_of(settings, PreferenceConfig), batch=1, compute_bytes=2 if bf16 else 4,
         device_type=device_type, is_async=settings["checkpoint_type"].startswith("async_"),
     )  # fmt: skip
-    saving = list(_savings(settings, given, device_type))
+    saving, table = list(_savings(settings, given, device_type)), table_of(resolved, asked.settings)
     # The job refuses more data-parallel processes than samples.
     for degrees in (each for each in tried if fixed or fit_together(world, each, most_data=samples)):
         meshes = legal_meshes(resolved, settings, given, world=world, local=local, degrees=degrees)
-        for mesh, saved in itertools.product(meshes, saving):
+        suited = [mesh for mesh in meshes if not find_problems(table, mesh, asked.settings[OptimConfig])]
+        for mesh, saved in itertools.product(suited, saving):
             split = {a.flag: degrees[a.name] for a in reversed(AXES) if not a.inside or degrees[a.name] > 1}
             chosen = {**split, "hybrid_shard_degree": mesh.shard.size, **saved}
             flags = {name: value for name, value in chosen.items() if name not in given}

@@ -20,6 +20,7 @@ from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, Problems, UserError
 from smp.memory.estimate import process_bytes
 from smp.models.model_config import resolve_model
+from smp.optim import optimizers
 from smp.parallel.allocator import AllocatorConfig
 from smp.parallel.parallelize import find_problems
 from smp.plan import world
@@ -35,7 +36,8 @@ from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.trace import trace_step, untraced_bytes
 from smp.runtime import Launch, choose_backend
 from smp.train.arguments import parse_args
-from smp.train.checked_job import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes
+from smp.train.checked_job import make_job
+from smp.train.job import Job, check_global_batch, choose_settings, planned_batch, sizes
 
 _MARGIN = 2  # blocks at each end, of which prefetching makes other buffers than of those between
 
@@ -93,6 +95,7 @@ class _Rank:
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, attn_implementation="sdpa"))
         self.job = job = make_job(config, launch, device, resolve_model(config.model), problems)
         problems += find_problems(job.model.hf_config, job.setup)
+        problems += optimizers.find_problems(job.table, job.mesh, config.optim)
         self.batch = problems.attempt(check_global_batch, planned_batch(config, job.mesh), job.mesh) or 0
         if problems:
             raise ConfigError(problems)

@@ -17,9 +17,10 @@ from smp.data.source import with_type
 from smp.errors import ConfigError, UserError
 from smp.memory.estimate import estimate_memory, free_blocks, processes_that_fit
 from smp.memory.shape import ModelShape
+from smp.mesh import lay_out
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
-from smp.optim.optimizers import entry_named
+from smp.optim import optimizers
 from smp.parallel.parallelize import settings_of, shape_of
 from smp.plan import document
 from smp.plan.closed_time import estimate, step_time
@@ -101,7 +102,6 @@ def read_request(
             raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
         if problems := config.preference.misfits_of_loss(config.loss, config.model, config.lora):
             raise ConfigError(problems)
-        entry_named(config.optim.optimizer)
         model = resolve_model(config.model, here=not row.is_gpu)
         if global_tokens is not None:
             tokens, length = parse_count("--global_tokens", global_tokens), model.sequence_length
@@ -117,6 +117,8 @@ def read_request(
         raise ConfigError([text for text in error.problems if text != NO_DATA]) from None
     settings = settings_of(config.flat())
     shape = shape_of(model, settings)
+    if misfits := optimizers.find_problems(shape.specs, lay_out(), config.optim):
+        raise ConfigError(misfits)
     flops = model_flops_per_token(model.hf_config, model.sequence_length, shape.specs).total
     return Request(
         argv, config.flat(), config.given, config.checkpoint, config.data, row, nodes, local, model,

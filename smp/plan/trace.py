@@ -36,7 +36,7 @@ from smp.parallel.technique import model_blocks
 from smp.plan import world
 from smp.plan.events import BACKWARD, BEGIN, FORWARD, REFERENCE, UPDATE, StepPhase, Trace
 from smp.plan.step_profile import StepTrace
-from smp.train.checked_job import Job, planned_batch
+from smp.train.job import Job, planned_batch
 from smp.train.preference import loss_of
 from smp.train.step import TokenLoss, train_step
 

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shlex
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from smp.checkpoint.storage import Storage
-from smp.config import ParallelConfig, Section, Settings, flag_text
+from smp.config import ParallelConfig, Section
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.data.template import given_template
-from smp.errors import ConfigError, Problems, UserError
-from smp.memory.advice import Change, changes_that_help
-from smp.memory.estimate import GIB, peak_bytes, processes_that_fit
-from smp.memory.host import check_host_memory, estimate_host_memory
+from smp.errors import ConfigError, Problems
 from smp.memory.limits import available_memory
-from smp.memory.shape import ModelShape, Workload, workload
 from smp.mesh import Mesh, choose_strategy, resolve_mesh
 from smp.models.model_config import ResolvedModel, resolve_model
-from smp.models.parameters import ParameterTable
-from smp.optim.optimizers import entry_named
-from smp.parallel import parallelize
-from smp.parallel.choices import Choice, Situation, choose
+from smp.optim import optimizers
+from smp.parallel.choices import Choice
 from smp.parallel.documents import check_documents
-from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit, shape_of, table_of
-from smp.parallel.technique import Setup
+from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit
 from smp.runtime import Launch, allocator_variable, choose_backend
-from smp.train import garbage
 from smp.train.adapters import chosen_tokens
-from smp.train.arguments import SECTIONS, ArgumentsError, TrainConfig
+from smp.train.arguments import ArgumentsError, TrainConfig
 from smp.train.elsewhere import (
     is_elsewhere,
     missing_data,
@@ -43,51 +33,13 @@ from smp.train.elsewhere import (
     present_model,
     typed_data,
 )
+from smp.train.job import Job, check_global_batch, planned_batch, refuse_too_large
 from smp.train.output_paths import check_output, storages_of
 
 # Of settings that are auto, in the order in which they are chosen.
-CHOOSERS = [*parallelize.CHOOSERS, garbage.choose]
 
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Model, configuration, devices and layout: all that decides the memory of a rank.
-
-    Attributes:
-        mesh: laid out.
-        choices: for settings that are ``auto``; added to when the group runs.
-    """
-
-    config: TrainConfig
-    launch: Launch
-    device: torch.device
-    dtype: torch.dtype
-    mesh: Mesh
-    model: ResolvedModel
-    choices: list[Choice] = dataclasses.field(default_factory=list, kw_only=True)
-
-    @property
-    def given(self) -> Settings:
-        """Settings of all sections, as given."""
-        return Settings(tuple(getattr(self.config, name) for name in SECTIONS))
-
-    @property
-    def settings(self) -> Settings:
-        """Settings of all sections, with what was chosen for those that are ``auto``."""
-        return self.given.changed(**{choice.name: choice.value for choice in self.choices})
-
-    @property
-    def table(self) -> ParameterTable:
-        """Table of the model's parameters, with what the techniques add and freeze."""
-        return table_of(self.model, self.settings)
-
-    @property
-    def setup(self) -> Setup:
-        """Setup of the techniques."""
-        return Setup(self.model.family, self.mesh, self.settings, self.dtype, self.device.type)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +120,13 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
     model = attempt(resolve_model, present_model(config), here=not is_elsewhere(config))
     run_dir = Path(config.run.output_dir or f"runs/{model.name if model else ''}").absolute()
     attempt(check_output, config, run_dir)
-    attempt(entry_named, config.optim.optimizer)
     if model is None:
         attempt(_lay_out, config, launch)
         raise ConfigError(problems)
     job = make_job(config, launch, device, model, problems)
     misfits = find_problems(model.hf_config, job.setup)
+    if not misfits:
+        misfits += attempt(optimizers.find_problems, job.table, job.mesh, config.optim) or []
     problems += misfits
     if config.data.keeps_apart:
         attempt(check_documents, model.hf_config, model.sequence_length)
@@ -262,34 +215,6 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
     return problems
 
 
-def check_global_batch(size: int, mesh: Mesh) -> int:
-    """Return ``size``, the samples of a step over all ranks.
-
-    Raises:
-        UserError: it is more than a step can list, or fewer than one for each data rank.
-    """
-    if size > MAX_BATCH:
-        raise UserError(f"the global batch of {size} samples is too large: use at most {MAX_BATCH} per step")
-    if size < mesh.data.size:
-        raise UserError(
-            f"--global_batch_size {size} is smaller than the {mesh.data.size} data-parallel processes: "
-            f"use at least {mesh.data.size}, or fewer processes"
-        )
-    return size
-
-
-def batch_of_flags(config: TrainConfig, mesh: Mesh) -> int:
-    """Compute the samples per step from the batch of a rank, the data ranks and accumulation."""
-    return config.run.train_batch_size * mesh.data.size * config.run.gradient_accumulation_steps
-
-
-def planned_batch(config: TrainConfig, mesh: Mesh) -> int:
-    """Return the samples per step of a new run, or per batch of an evaluation, over all ranks."""
-    if config.data.evaluate_only:
-        return config.data.val_batch_size * mesh.data.size
-    return config.run.global_batch_size or batch_of_flags(config, mesh)
-
-
 def _batch_shape(job: Job, global_batch_size: int) -> BatchShape:
     return BatchShape(
         sequence_length=job.model.sequence_length,
@@ -305,100 +230,3 @@ def _batch_shape(job: Job, global_batch_size: int) -> BatchShape:
         pairs=job.config.preference.dpo,
         tokenizer_dir=str(job.model.tokenizer_dir) if job.model.tokenizer_dir else None,
     )
-
-
-def sizes(job: Job) -> tuple[ModelShape, Workload]:
-    """Return the sizes that decide the memory of a rank."""
-    evaluates = job.config.data.evaluate_only
-    work = workload(
-        job.model,
-        job.setup.settings,
-        batch=job.config.data.val_batch_size if evaluates else job.config.run.train_batch_size,
-        compute_bytes=job.dtype.itemsize,
-        device_type=job.device.type,
-        forward_only=evaluates,
-        is_async=job.config.checkpoint.is_async,
-        accumulation=-(-planned_batch(job.config, job.mesh) // (job.mesh.data.size * job.config.run.train_batch_size)),
-    )
-    return shape_of(job.model, job.settings), work
-
-
-def choose_settings(job: Job, available: int, *, batch: int) -> list[Choice]:
-    """Choose values for the settings that are ``auto``, as far as planning has not.
-
-    Args:
-        available: bytes that each rank may use.
-        batch: samples of a step over all ranks.
-    """
-    shape, work = sizes(job)
-    accumulation = -(-batch // (job.mesh.data.size * job.config.run.train_batch_size))
-
-    def fits(**values: Any) -> bool:
-        return peak_bytes(shape, job.mesh, work.changed(**values)) <= available
-
-    situation = Situation(job.model.hf_config, job.settings, job.device.type, accumulation, fits, job.mesh)
-    return choose(job.settings, situation, CHOOSERS)
-
-
-def refuse_too_large(job: Job, available: int) -> None:
-    """Refuse a job whose predicted peak exceeds the available memory, before allocating.
-
-    Args:
-        available: bytes that each rank may use.
-
-    Raises:
-        UserError: with the memory that each process needs and has, and the number of processes that would fit.
-    """
-    shape, work = sizes(job)
-    if (needed := peak_bytes(shape, job.mesh, work)) > available:
-        raise UserError(
-            f"{job.model.name} on {job.launch.world_size} process(es) needs about {needed / GIB:.1f} GiB in each "
-            f"process and there are {available / GIB:.1f} GiB for each: {_advice(job, shape, work, needed, available)}"
-        )
-    if (host := host_memory(job, shape, work)) is not None:
-        check_host_memory(host, available_memory(torch.device("cpu"), job.launch.local_world_size))
-
-
-def host_memory(job: Job, shape: ModelShape, work: Workload) -> dict[str, int] | None:
-    """Predict the host memory of a rank on a GPU; None on a CPU, whose prediction has it."""
-    if job.device.type == "cpu":
-        return None
-    config = job.config.checkpoint
-    return estimate_host_memory(shape, job.mesh, work, is_async=config.is_async, is_local=config.is_local)
-
-
-def changes_of(job: Job, shape: ModelShape, work: Workload) -> list[Change]:
-    """Return the changes of a training job's flags that save most memory."""
-    run = job.config.run
-    return changes_that_help(
-        shape, job.mesh, work,
-        accumulation=None if run.global_batch_size else run.gradient_accumulation_steps,
-        legal=lambda mesh: not find_problems(job.model.hf_config, dataclasses.replace(job.setup, mesh=mesh)),
-    )  # fmt: skip
-
-
-def _advice(job: Job, shape: ModelShape, work: Workload, needed: int, available: int) -> str:
-    """Advise on a job that is too large: here, and on GPUs."""
-    enough = processes_that_fit(shape, job.mesh, work, available)
-    parts = [f"{enough} such processes with full sharding"] if enough else []
-    if job.config.data.evaluate_only:
-        return f"use {', or '.join([*parts, 'a smaller model, batch or sequence'])}"
-    parts = [change.flags for change in changes_of(job, shape, work) if needed - change.saving <= available] + parts
-    command = plan_command(job, without=("sharding_strategy", "hybrid_shard_degree"))
-    return f"use {', or '.join([*parts, 'a smaller model'])}; `{command}` shows how many GPUs suffice, and how"
-
-
-def given_words(job: Job, *, without: Iterable[str] = ()) -> list[str]:
-    """Return the flags that were given, but for where the job writes and those ``without``."""
-    left_out = {"plan", "output_dir", "resume_from_checkpoint", "dry_run", "dry_run_world_size", *without}
-    settings, argv = job.config.flat(), list[str]()
-    for name in sorted(job.config.given - left_out):
-        values = settings[name] if isinstance(settings[name], list) else [settings[name]]
-        if values and values != [None]:
-            argv += [f"--{name}", *map(flag_text, values)]
-    return argv
-
-
-def plan_command(job: Job, *options: str, without: Iterable[str] = ()) -> str:
-    """Return the command that plans a job on GPUs."""
-    return shlex.join(["smp", "plan", *options, *given_words(job, without=without)])

@@ -20,7 +20,8 @@ from smp.parallel import lora
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import process_group
 from smp.train.adapters import warn_of_base
-from smp.train.checked_job import CheckedJob, planned_batch
+from smp.train.checked_job import CheckedJob
+from smp.train.job import planned_batch
 from smp.train.metrics import json_line, validation_record
 from smp.train.on_resume import changes_evaluated, check_fits, with_saved_settings
 from smp.train.reference import attach_references, expect_references, give_references

@@ -26,7 +26,8 @@ from smp.faults.stop import INTERRUPTED, STOPPED
 from smp.log import get_logger, redacted
 from smp.memory.estimate import estimate_memory
 from smp.train.arguments import FLAGS
-from smp.train.checked_job import CheckedJob, sizes
+from smp.train.checked_job import CheckedJob
+from smp.train.job import sizes
 from smp.train.state import Start, TrainState
 
 FILE = "history.jsonl"

@@ -127,8 +127,8 @@ def _smp_v2_lr(config: LRConfig, step: int) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, config: LRConfig, step: int, *, max_steps: int) -> float:
-    """Set and return the rate of the update that follows ``step`` updates, in every parameter group."""
+    """Set the rate of the update that follows ``step`` updates, in every parameter group by its factor; return it."""
     lr = lr_at(config, step, max_steps=max_steps)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_factor"]
     return lr

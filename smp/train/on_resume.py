@@ -15,6 +15,7 @@ from smp.config import flag_text
 from smp.errors import UserError
 from smp.log import get_logger
 from smp.models.weight_files import ADAPTER_CONFIG
+from smp.optim.groups import read_groups
 from smp.train.arguments import FLAGS
 from smp.train.checked_job import CheckedJob
 from smp.train.state import Start
@@ -39,7 +40,7 @@ _ON_RESUME = {
         rope_scaling_factor rope_scaling_high_freq_factor rope_scaling_low_freq_factor
         rope_scaling_original_max_position_embeddings sliding_window dataset_type max_steps epochs train_batch_size
         gradient_accumulation_steps global_batch_size lora_rank lora_dropout qlora
-        lora_train_tokens lora_modules_to_save optimizer
+        lora_train_tokens lora_modules_to_save optimizer param_groups
     """,
     TOLD: """
         model model_type initializer_range max_context_width attn_implementation finetune pretrained_model_name
@@ -129,6 +130,9 @@ def changes_since(start: Start, job: CheckedJob, model: nn.Module) -> list[str]:
     found = [*_told(run.get("config", {}), job), *changes_in_training(start.checkpoint, start.saved, model)]
     if change := _change_of_data(run, job):
         found.append(f"{change}; the position in it is kept, so samples may be missed or repeated")
+    groups = [dataclasses.asdict(each) for each in read_groups(job.config.optim.param_groups)]
+    if run.get("param_groups", []) != groups:
+        found.append("the groups of --param_groups")
     batch = run.get("global_batch_size")
     if batch not in (None, start.global_batch_size):
         found.append(f"the global batch, {batch} -> {start.global_batch_size} samples")

@@ -32,17 +32,9 @@ from smp.memory.tracker import peak_rss_bytes
 from smp.parallel.choices import Choice
 from smp.plan import document, ledger
 from smp.plan.fork import end_with_parent
-from smp.train.checked_job import (
-    CheckedJob,
-    Job,
-    choose_settings,
-    given_words,
-    host_memory,
-    plan_command,
-    planned_batch,
-    sizes,
-)
+from smp.train.checked_job import CheckedJob
 from smp.train.elsewhere import is_elsewhere
+from smp.train.job import Job, choose_settings, given_words, host_memory, plan_command, planned_batch, sizes
 
 logger = get_logger("train")
 

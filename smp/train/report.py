@@ -27,15 +27,17 @@ from smp.memory.advice import advice_text
 from smp.memory.estimate import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
 from smp.models.weight_files import generation_dir_of, stops_of
+from smp.optim.groups import read_groups
 from smp.optim.optimizers import kind_of
 from smp.plan.devices import peak_flops
 from smp.train import history
 from smp.train.adapters import warn_of_base, warn_of_untrained
 from smp.train.arguments import TrainConfig
-from smp.train.checked_job import CheckedJob, batch_of_flags, changes_of, sizes
+from smp.train.checked_job import CheckedJob
 from smp.train.curves import write_curves
 from smp.train.flops import model_flops_per_token
 from smp.train.hints import next_commands, short, shown
+from smp.train.job import batch_of_flags, changes_of, sizes
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.state import Start, TrainState
 from smp.train.writers import Trackers
@@ -141,6 +143,7 @@ def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float |
             "data": job.train_data.fingerprint,
             "rows": job.train_data.digest,
             "optimizer": kind_of(job.config.optim),
+            "param_groups": [dataclasses.asdict(each) for each in read_groups(job.config.optim.param_groups)],
             "global_batch_size": start.global_batch_size,
             "max_steps": start.max_steps,
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,

@@ -62,7 +62,7 @@ def _let_run_pass(mode: FakeTensorMode) -> None:
     from smp.parallel import parallelize
     from smp.parallel.tensor import technique
     from smp.train import __main__ as job
-    from smp.train import checked_job
+    from smp.train import job as checked
 
     def with_fake_buffers(build_on_meta: Any) -> Any:
         def build(make: Any) -> Any:
@@ -86,7 +86,7 @@ def _let_run_pass(mode: FakeTensorMode) -> None:
     technique.overlap_obstacle = lambda degree, device_type: ""
     job.process_group = lambda *args, **kwargs: contextlib.nullcontext()
     saver.forecast = lambda directory, nbytes: "fits"  # this machine's disk may be small
-    checked_job.check_host_memory = lambda needed, available: None  # and its memory
+    checked.check_host_memory = lambda needed, available: None  # and its memory
     Guard.connected = lambda self: contextlib.nullcontext()
     Guard.refuse_crash_loop = lambda self, step: None
 

@@ -139,6 +139,7 @@ def test_only_known_places_parse_a_command_line():
         "smp.train.report",
         "smp.yaml_input",
         "smp.launch.kubernetes",
+        "smp.optim.groups",
     }
 
 
@@ -154,6 +155,7 @@ def test_the_whole_configuration_stays_at_the_top():
         "smp.train.elsewhere",
         "smp.train.start",
         "smp.train.checked_job",
+        "smp.train.job",
         "smp.train.output_paths",
         "smp.train.report",
         "smp.doctor.check",

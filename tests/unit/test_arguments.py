@@ -176,7 +176,7 @@ def test_the_written_configuration_reads_back_the_same(words, tmp_path):
         (["--load_in_4bit", 1], "--qlora 1 with --lora_rank N stores the frozen weights in 4 bits"),
         (["--pipeline_parallel_degree", 2], "pipeline parallelism is not in this version"),
         (["--fp16", 1], "fp16 is not in this version: use --bf16 1$"),
-        (["--optim", "adam"], "unknown flag --optim: --optimizer chooses the optimizer$"),
+        (["--optim", "adam"], "unknown flag --optim: here it is --optimizer$"),
         (["--nproc_per_node", 2], "it is the launcher's, .*python -m smp.launch.local --nproc_per_node N -m smp.train"),
         (["--auto_find_batch_size", 1], "--auto_find_batch_size: --help lists all of them"),
         (["--model_type", "mixtrl"], "takes gpt_neox, llama_v2, llama_v3, mistral, gpt2, got 'mixtrl'; .* mistral"),

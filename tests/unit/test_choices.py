@@ -16,9 +16,9 @@ from smp.mesh import lay_out
 from smp.parallel import allocator, choices, compile_blocks, lora
 from smp.parallel.choices import Choice, Situation, agree_on_choices, choose
 from smp.parallel.tensor import technique
-from smp.train import checked_job
+from smp.train import checked_job, job
 from smp.train.arguments import FLAGS
-from smp.train.checked_job import batch_of_flags, choose_settings, sizes
+from smp.train.job import batch_of_flags, choose_settings, sizes
 from tests.distributed import run_distributed
 from tests.flags import SYNTHETIC, check, in_child, parse, plan_of
 from tests.job import LLAMA, run_job
@@ -140,7 +140,7 @@ def test_every_setting_that_may_be_auto_is_decided(tmp_path, monkeypatch):
     degrees = ["--tensor_parallel_degree", 2, "--context_parallel_degree", 2]
     plan = dataclasses.replace(plan, config=parse([*LLAMA, *SYNTHETIC, *degrees]))
     seen = dataclasses.replace(situation(plan.settings), hf_config=plan.model.hf_config, mesh=lay_out(1, 2, 2, 2))
-    made = [choice for chooser in checked_job.CHOOSERS for choice in chooser(seen)]
+    made = [choice for chooser in job.CHOOSERS for choice in chooser(seen)]
     assert {choice.name for choice in made} | {"sharding_strategy"} == may_be
     for name in may_be:
         assert FLAGS[name].field.default == AUTO
@@ -158,10 +158,10 @@ def test_what_is_chosen_fits(tmp_path, shown, monkeypatch):
         if situation.fits(loss_chunk_tokens=0):
             yield Choice(COMPILE, True, "fits")
 
-    monkeypatch.setattr(checked_job, "CHOOSERS", [keep_all])
+    monkeypatch.setattr(job, "CHOOSERS", [keep_all])
     plan = on_gpu(plan_of(["--train_batch_size", 64], tmp_path))
     shape, work = sizes(plan)
-    needed = checked_job.peak_bytes(shape, plan.mesh, work.changed(loss_chunk_tokens=0))
+    needed = job.peak_bytes(shape, plan.mesh, work.changed(loss_chunk_tokens=0))
     batch = batch_of_flags(plan.config, plan.mesh)
     assert choose_settings(plan, needed - 1, batch=batch) == []
     plan.choices.extend(choose_settings(plan, needed, batch=batch))

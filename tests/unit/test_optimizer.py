@@ -1,9 +1,17 @@
 """Groups of parameters, the state that a checkpoint is read into, and an optimizer that is made up."""
 
+import json
+
+import pytest
 import torch
 
+from smp.errors import ConfigError, UserError
+from smp.mesh import lay_out
+from smp.models.parameters import parameter_table
 from smp.optim.config import OptimConfig
-from smp.optim.optimizers import build_optimizer
+from smp.optim.optimizers import build_optimizer, find_problems
+from smp.train.lr_schedule import LRConfig, set_lr
+from tests.job import LLAMA, run_job
 from tests.reference import build_reference
 
 
@@ -49,3 +57,59 @@ def test_adamw_is_torchs_to_the_last_bit():
             theirs.step()
         mine.zero_grad(), theirs.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def groups_file(folder, *entries):
+    path = folder / "groups.json"
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+def test_the_first_group_that_has_a_parameter_counts(tmp_path):
+    model = build_reference("llama_gqa", torch.float32)
+    path = groups_file(
+        tmp_path,
+        {"pattern": r"layers\.0\.", "lr_factor": 0.5},
+        {"pattern": "norm", "weight_decay": 0.25},
+        {"pattern": "embed_tokens|lm_head", "lr_factor": 2, "weight_decay": 0},
+    )
+    optimizer = build_optimizer(model, OptimConfig(param_groups=path), lr=0.1)
+    set_lr(optimizer, LRConfig(lr=0.1, warmup=0.0, lr_decay_style="constant"), 5, max_steps=10)
+    found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    wanted = {
+        "model.layers.0.mlp.up_proj.weight": (0.05, 0.2),
+        "model.layers.0.input_layernorm.weight": (0.05, 0.0),
+        "model.layers.1.input_layernorm.weight": (0.1, 0.25),
+        "model.norm.weight": (0.1, 0.25),
+        "model.embed_tokens.weight": (0.2, 0.0),
+        "model.layers.1.mlp.up_proj.weight": (0.1, 0.2),
+    }
+    assert {name: found[id(model.get_parameter(name))] for name in wanted} == wanted
+    assert len(found) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([{"pattern": "nowhere"}], "group 1: no trained parameter is left for pattern 'nowhere' .they are named like"),
+        ([{"pattern": "."}, {"pattern": "norm"}], "group 2: .* .an earlier group has all."),
+        ([{"pattern": "norm", "optimizer": "sgd"}], "--optimizer must be one of adamw.*got 'sgd'"),
+        ([{"pattern": "("}], "is no regular expression"),
+        ([{"lr_factor": 2}], "with a pattern, got"),
+        ([{"pattern": "norm", "lr": 2}], "must be a mapping of pattern, lr_factor, weight_decay, optimizer"),
+        ([{"pattern": "norm", "lr_factor": -1}], "lr_factor must be a number from 0 to 1000, got -1"),
+        ([], "must be a list of groups"),
+    ],
+)
+def test_groups_that_are_none_are_refused(entries, said, tmp_path):
+    table = parameter_table(build_reference("llama_gqa", torch.float32))
+    with pytest.raises(UserError, match=said):
+        if problems := find_problems(table, lay_out(), OptimConfig(param_groups=groups_file(tmp_path, *entries))):
+            raise ConfigError(problems)
+
+
+def test_a_job_and_a_plan_refuse_them_and_write_nothing(tmp_path):
+    words = ["--param_groups", groups_file(tmp_path, {"pattern": "nowhere"}), "--output_dir", tmp_path / "run"]
+    refused = run_job(*LLAMA, "--use_synthetic_data", 1, "--max_steps", 1, *words)
+    assert refused.statuses == [2] and "for pattern 'nowhere'" in refused.output and "Traceback" not in refused.output
+    assert not (tmp_path / "run").exists()
