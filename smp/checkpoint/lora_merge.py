@@ -7,7 +7,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from smp.checkpoint.hf_export import full_tensor
@@ -20,7 +19,7 @@ from smp.parallel.linear import is_transposed
 from smp.parallel.lora import Adapter, Config
 from smp.parallel.token_rows import ROWS
 from smp.parallel.trained_beside import token_layers
-from smp.pretrained import find_tensors
+from smp.pretrained import find_tensors, read_tensor
 
 Read = Callable[[str], torch.Tensor]
 
@@ -78,9 +77,7 @@ def reader_of(
     def read(name: str) -> torch.Tensor:
         if name not in files:
             return others(name)
-        key, file = files[name]
-        with safe_open(file, framework="pt") as content:
-            weight = stored(content.get_tensor(key), dtype)
+        weight = stored(read_tensor(files[name]), dtype)
         return nf4.rounded(weight) if name in quantised else weight
 
     return read

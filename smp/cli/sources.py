@@ -47,7 +47,7 @@ class ModelTensors:
             names, prefix = {key: _name_of_factor(key) for key in keys}, "model."
         else:
             family = family_of(config_from(path, content))
-            family.file_names.check(directory, "give a checkpoint")
+            family.file_names.check(directory, "give a checkpoint", names_alone=True)
             keys = {key: file for key, file in weight_map(directory).items() if not family.file_names.ignored(key)}
             names = {key: family.file_names.module_key(key) for key in keys}
             # Files of the model without its head leave out its name there.
