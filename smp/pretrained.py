@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import operator
 import pathlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 Entry = tuple[FileKey, pathlib.Path]  # with the key that the file has
 _Plan = dict[str, list[Entry]]  # by parameter name
+_Box = tuple[str, FileKey]  # of a parameter, by its name
 
 # Rows compared at a time.
 _ROWS = 4096
@@ -50,9 +52,9 @@ def _equal(first: Entry, second: Entry) -> bool:
         return all(torch.equal(a[row : row + _ROWS], b[row : row + _ROWS]) for row in range(0, a.get_shape()[0], _ROWS))
 
 
-def _expected(family: Family, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[tuple[str, FileKey]]]:
-    """Return what a key of the files is, by the name that it is read as: boxes of parameters."""
-    found: dict[str, list[tuple[str, FileKey]]] = {}
+def _expected(family: Family, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[_Box]]:
+    """Return what the tensors of the files are, by the names that their keys are read as."""
+    found: dict[str, list[_Box]] = {}
     for name, shape in shapes.items():
         for row in family.file_names.module_keys(name, shape):
             found.setdefault(row.key, []).append((name, row))
@@ -61,10 +63,10 @@ def _expected(family: Family, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
     return found
 
 
-def _with_base(name: str, family: Family, known: Container[str]) -> str:
-    """Return a name in the model: files of a model without its head leave out where that is."""
-    full = f"{family.base}.{name}"
-    return full if name not in known and full in known else name
+def _owners(key: str, family: Family, expected: Mapping[str, list[_Box]]) -> list[_Box]:
+    """Return what a key of the files is; files of a model without its head leave out where that is."""
+    name = family.file_names.module_key(key)
+    return expected.get(name) or expected.get(f"{family.base}.{name}", [])
 
 
 def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]) -> tuple[_Plan, list[str]]:
@@ -78,13 +80,13 @@ def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]
     expected, problems, unexpected = _expected(family, shapes), [], []
     plan: dict[str, dict[FileKey, Entry]] = {}
     for key, file in files.items():
-        name = _with_base(family.file_names.module_key(key), family, expected)
-        for owner, row in expected.get(name, ()):
+        owners = _owners(key, family, expected)
+        for owner, row in owners:
             entry = row._replace(key=key), file
             twin = plan.setdefault(names.get(owner, owner), {}).setdefault(row._replace(key=""), entry)
             if twin != entry and not _equal(twin, entry):
                 problems.append(f"{twin[0].key} and {key} differ, but the model ties them: use --tie_word_embeddings 0")
-        if name not in expected and not family.file_names.ignored(key):
+        if not owners and not family.file_names.ignored(key):
             unexpected.append(key)
     missing: dict[str, str] = {}  # by key in the files
     for name in dict.fromkeys(names.get(name, name) for name in shapes):
@@ -108,9 +110,12 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], plan: _Plan) -> list[str
     from safetensors import safe_open
 
     shapes, dtypes, conversions = [], [], set()
-    for file, rows in _by_file(plan).items():
+    boxes = sorted(
+        ((file, name, row) for name, entries in plan.items() for row, file in entries), key=operator.itemgetter(0)
+    )
+    for file, in_file in itertools.groupby(boxes, operator.itemgetter(0)):
         with safe_open(file, framework="pt") as content:
-            for name, row in rows:
+            for _, name, row in in_file:
                 header = content.get_slice(row.key)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
                 if shape != row.shape:
@@ -129,14 +134,6 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], plan: _Plan) -> list[str
     return problems
 
 
-def _by_file(plan: _Plan) -> dict[pathlib.Path, list[tuple[str, FileKey]]]:
-    found: dict[pathlib.Path, list[tuple[str, FileKey]]] = {}
-    for name, entries in plan.items():
-        for row, file in entries:
-            found.setdefault(file, []).append((name, row))
-    return dict(sorted(found.items()))
-
-
 def base_dtypes(tensors: Mapping[str, torch.Tensor], hf_config: Any, weights: pathlib.Path) -> dict[str, torch.dtype]:
     """Return the dtype that each tensor has in pretrained files, or else the config's; only headers are read.
 
@@ -153,10 +150,8 @@ def base_dtypes(tensors: Mapping[str, torch.Tensor], hf_config: Any, weights: pa
         for file in sorted(set(weight_map(weights).values())):
             with safe_open(file, framework="pt") as content:
                 for key in content.keys():  # noqa: SIM118
-                    name, dtype = family.file_names.module_key(key), content.get_slice(key).get_dtype()
-                    for owner, _ in expected.get(_with_base(name, family, expected), ()):
-                        if dtype in _DTYPES:
-                            found[owner] = _DTYPES[dtype]
+                    if (dtype := content.get_slice(key).get_dtype()) in _DTYPES:
+                        found |= dict.fromkeys((owner for owner, _ in _owners(key, family, expected)), _DTYPES[dtype])
     return found
 
 
@@ -185,7 +180,8 @@ def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> 
 def read_rows(weights: pathlib.Path, family: Family, name: str, rows: Sequence[int]) -> torch.Tensor | None:
     """Return rows of a matrix in the files, ``(rows, columns)``, by its name in the model; None: they have none."""
     for key, file in weight_map(weights).items():
-        if _with_base(family.file_names.module_key(key), family, {name}) == name:
+        found = family.file_names.module_key(key)
+        if name in (found, f"{family.base}.{found}"):
             return _rows(key, file, rows)
     return None
 

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 
-from smp.checkpoint.safetensors_io import read_header, reason
+from smp.checkpoint.safetensors_io import DTYPES
 from smp.errors import UserError
-from smp.models.added import AddedParameter
-from smp.models.file_keys import FileKey, whole
+from smp.models.file_keys import FileKey
 from smp.models.file_names import FileNames
 from smp.models.weight_files import weight_map
 
@@ -49,9 +48,7 @@ def stored(name: str, tensor: torch.Tensor, dtype: Dtype) -> torch.dtype:
     return asked if asked is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def file_tensors(
-    parameters: Mapping[str, torch.Tensor], names: FileNames, added: Mapping[str, AddedParameter], dtype: Dtype
-) -> list[FileTensor]:
+def file_tensors(parameters: Mapping[str, torch.Tensor], names: FileNames, dtype: Dtype) -> list[FileTensor]:
     """Return the tensors of the files that parameters are written to, in the parameters' order.
 
     Raises:
@@ -59,8 +56,7 @@ def file_tensors(
     """
     found: dict[str, FileTensor] = {}
     for name, tensor in parameters.items():
-        key = added[name].key if name in added else None
-        for row in names.keys(name, tensor.shape) if key is None else [whole(key, tensor.shape)]:
+        for row in names.keys(name, tensor.shape):
             one = FileTensor(row.key, row.shape, stored(name, tensor, dtype), [])
             found.setdefault(row.key, one).rows.append((name, row))
     for each in found.values():
@@ -76,17 +72,16 @@ def passed_tensors(weights: Path, names: FileNames) -> list[FileTensor]:
     """Return the tensors of pretrained files that an export has as they are.
 
     Raises:
-        UserError: the files cannot be read.
+        UserError: the files cannot be read, or one is of a dtype that is not written.
     """
-    kept = {key: file for key, file in weight_map(weights).items() if names.passes(key)}
     found = []
-    for file in sorted(set(kept.values())):
-        try:
-            with file.open("rb") as opened:
-                header = read_header(opened.fileno())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read as safetensors ({reason(error)}): copy it again") from None
-        found += [FileTensor(key, header[key].shape, header[key].dtype, [], file) for key in kept if kept[key] == file]
+    for key, file in weight_map(weights).items():
+        if names.passes(key):
+            with safe_open(file, framework="pt") as content:
+                shape, dtype = tuple(content.get_slice(key).get_shape()), content.get_slice(key).get_dtype()
+            if dtype not in DTYPES:
+                raise UserError(f"{file}: {key} is of {dtype}: convert it to one of {', '.join(DTYPES)}")
+            found.append(FileTensor(key, shape, DTYPES[dtype], [], file))
     return found
 
 

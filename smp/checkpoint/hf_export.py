@@ -177,13 +177,11 @@ def _planned(
     max_shard_bytes: int,
 ) -> tuple[dict[str, list[FileTensor]], dict[str, list[FileTensor]]]:
     """Return the tensors of the model by file, and those of files beside it; collective."""
-    groups: dict[str, dict[str, torch.Tensor]] = {}
-    for name, each in added.items():
-        if each.apart is not None:
-            groups.setdefault(each.apart.file, {})[name] = parameters[name]
-    rest = {name: tensor for name, tensor in parameters.items() if not any(name in group for group in groups.values())}
-    own = file_tensors(rest, family.file_names, added, dtype)
-    apart = {file: file_tensors(group, family.file_names, added, dtype) for file, group in groups.items()}
+    beside_it = {name: each.apart for name, each in added.items() if each.apart is not None}
+    own = file_tensors({n: t for n, t in parameters.items() if n not in beside_it}, family.file_names, dtype)
+    apart: dict[str, list[FileTensor]] = {}
+    for name, each in beside_it.items():
+        apart.setdefault(each.file, []).extend(file_tensors({name: parameters[name]}, each.names, dtype))
     if own and weights is not None and family.file_names.passed:
         # Ranks that do not see the files plan the same ones.
         passed: list[FileTensor] = []

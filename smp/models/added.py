@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smp.models.file_names import FileNames
 from smp.models.full_digest import FullDigest
 from smp.models.init_rules import InitRule
 from smp.models.weight_files import digest_of
@@ -27,10 +28,12 @@ class Apart:
     Attributes:
         file: its name, of safetensors.
         beside: other files that belong to it: their texts by name.
+        names: of parameters in it.
     """
 
     file: str
     beside: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: FileNames = FileNames()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +48,6 @@ class AddedParameter:
         name: in the module.
         shape: of all of it.
         initial: its initial values; without steps, zeros.
-        key: its name in files; None: as the model's other parameters.
         apart: the file that it is exported to; None: that of the model.
     """
 
@@ -53,13 +55,17 @@ class AddedParameter:
     name: str
     shape: tuple[int, ...]
     initial: InitRule = InitRule()
-    key: str | None = None
     apart: Apart | None = None
 
     @property
     def path(self) -> str:
         """Qualified name in the model."""
         return f"{self.module}.{self.name}" if self.module else self.name
+
+    @property
+    def key(self) -> str:
+        """Its name in the file that it is exported to, if that is not the model's."""
+        return self.path if self.apart is None else self.apart.names.file_key(self.path)
 
 
 class Encoded(NamedTuple):
