@@ -16,6 +16,8 @@ from smp.yaml_input import strict_yaml
 # Wheels are unpacked on installation, so that the resource is a folder on disk.
 _PRESETS = pathlib.Path(str(importlib.resources.files("smp.models"))) / "presets"
 
+_QKV = ("q_proj", "k_proj", "v_proj")
+
 _LLAMA = Family(
     name="llama",
     hf_model_type="llama",
@@ -105,89 +107,69 @@ def load_preset(name: str) -> dict[str, Any]:
     return strict_yaml(preset_path(name).read_text())
 
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-_KV = ("k_proj", "v_proj")
+def _plan(attention: Part, up: str, down: str, **sizes: Any) -> TensorPlan:
+    """Return a plan of blocks whose ``mlp`` has two matrices."""
+    return TensorPlan(parts=(attention, Part("mlp", (up,), down)), **sizes)
 
 
 def _llama_like(hf_config: Any) -> TensorPlan | None:
     """Return the plan of Llama's layout; None: it has a norm of its own for each head (StableLM)."""
     if getattr(hf_config, "qk_layernorm", False):
         return None
-    counts = ("num_heads", "num_key_value_heads") if hf_config.model_type == "stablelm" else ()
-    of_all = hf_config.model_type == "bitnet"  # norms before the output and the down projection
-    return TensorPlan(
-        parts=(
-            Part(
-                "self_attn", _QKV, "o_proj",
-                heads=True, key_value=_KV, norms=("attn_sub_norm",) * of_all, counts=counts,
-            ),
-            Part("mlp", ("gate_proj", "up_proj"), "down_proj", norms=("ffn_sub_norm",) * of_all),
+    attention, mlp = LLAMA_PLAN.parts
+    if hf_config.model_type == "bitnet":  # norms before the output and the down projection
+        attention, mlp = (
+            dataclasses.replace(part, norms=(norm,))
+            for part, norm in ((attention, "attn_sub_norm"), (mlp, "ffn_sub_norm"))
         )
-    )  # fmt: skip
+    elif hf_config.model_type == "stablelm":
+        attention = dataclasses.replace(attention, counts=("num_heads", "num_key_value_heads"))
+    return TensorPlan(parts=(attention, mlp))
 
 
 def _gptj(hf_config: Any) -> TensorPlan:
     """Return the plan of GPT-J."""
-    return TensorPlan(
-        parts=(
-            Part("attn", _QKV, "out_proj", heads=True, counts=("num_attention_heads",)),
-            Part("mlp", ("fc_in",), "fc_out"),
-        ),
-        width=hf_config.n_inner or 4 * hf_config.hidden_size,
-    )
+    attention = Part("attn", _QKV, "out_proj", heads=True, counts=("num_attention_heads",))
+    return _plan(attention, "fc_in", "fc_out", width=hf_config.n_inner or 4 * hf_config.hidden_size)
 
 
 def _gpt_neo(hf_config: Any) -> TensorPlan:
     """Return the plan of GPT-Neo."""
-    return TensorPlan(
-        parts=(
-            Part("attn.attention", _QKV, "out_proj", heads=True, counts=("num_heads",)),
-            Part("mlp", ("c_fc",), "c_proj"),
-        ),
-        width=hf_config.intermediate_size or 4 * hf_config.hidden_size,
-    )
+    attention = Part("attn.attention", _QKV, "out_proj", heads=True, counts=("num_heads",))
+    return _plan(attention, "c_fc", "c_proj", width=hf_config.intermediate_size or 4 * hf_config.hidden_size)
 
 
 def _persimmon(hf_config: Any) -> TensorPlan:
     """Return the plan of Persimmon: queries, keys and values of a head are neighbours."""
-    return TensorPlan(
-        parts=(
-            Part("self_attn", ("query_key_value",), "dense", heads=True, counts=("num_heads",)),
-            Part("mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
-        )
-    )
+    attention = Part("self_attn", ("query_key_value",), "dense", heads=True, counts=("num_heads",))
+    return _plan(attention, "dense_h_to_4h", "dense_4h_to_h")
+
+
+def _gpt2(hf_config: Any) -> TensorPlan:
+    """Return the plan of GPT-2: queries, keys and values fused one after the other."""
+    fused = {"c_attn": ("heads",) * 3}
+    attention = Part("attn", ("c_attn",), "c_proj", heads=True, fused=fused, counts=("num_heads", "split_size"))
+    return _plan(attention, "c_fc", "c_proj", width=hf_config.n_inner or 4 * hf_config.hidden_size)
 
 
 def _gpt_bigcode(hf_config: Any) -> TensorPlan:
     """Return the plan of GPT-BigCode: one key/value head for all, or queries, keys and values of a head together."""
     multi_query = hf_config.multi_query
     fused = {"c_attn": ("heads", "key_value", "key_value")} if multi_query else {}
-    return TensorPlan(
-        parts=(
-            Part("attn", ("c_attn",), "c_proj", heads=True, fused=fused, counts=("num_heads", "embed_dim")),
-            Part("mlp", ("c_fc",), "c_proj"),
-        ),
+    return _plan(
+        Part("attn", ("c_attn",), "c_proj", heads=True, fused=fused, counts=("num_heads", "embed_dim")),
+        "c_fc",
+        "c_proj",
         key_value_heads=1 if multi_query else "num_attention_heads",
         width=hf_config.n_inner or 4 * hf_config.hidden_size,
     )
 
 
-def _gpt2(hf_config: Any) -> TensorPlan:
-    """Return the plan of GPT-2: queries, keys and values fused one after the other."""
-    return TensorPlan(
-        parts=(
-            Part(
-                "attn", ("c_attn",), "c_proj",
-                heads=True, fused={"c_attn": ("heads",) * 3}, counts=("num_heads", "split_size"),
-            ),
-            Part("mlp", ("c_fc",), "c_proj"),
-        ),
-        width=hf_config.n_inner or 4 * hf_config.hidden_size,
-    )  # fmt: skip
-
-
 def _falcon(hf_config: Any) -> TensorPlan | None:
-    """Return the plan of Falcon, which fuses queries, keys and values in three ways; None: ALiBi has all heads."""
+    """Return the plan of Falcon, with three ways to fuse queries, keys and values.
+
+    None: it has ALiBi, whose slopes are those of all heads.
+    """
     if hf_config.alibi:
         return None
     heads = hf_config.num_attention_heads
@@ -196,18 +178,15 @@ def _falcon(hf_config: Any) -> TensorPlan | None:
         groups = hf_config.num_kv_heads  # with the queries of each beside it: whole groups are split
     elif hf_config.multi_query:
         fused = {"query_key_value": ("heads", "key_value", "key_value")}
-    return TensorPlan(
-        parts=(
-            Part(
-                "self_attention", ("query_key_value",), "dense",
-                heads=True, fused=fused, counts=("num_heads", "num_kv_heads"),
-            ),
-            Part("mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
-        ),
+    counts = ("num_heads", "num_kv_heads")
+    return _plan(
+        Part("self_attention", ("query_key_value",), "dense", heads=True, fused=fused, counts=counts),
+        "dense_h_to_4h",
+        "dense_4h_to_h",
         heads=groups,
         key_value_heads=1 if fused else groups,
         width=hf_config.ffn_hidden_size,
-    )  # fmt: skip
+    )
 
 
 # model_type -> the tensor-parallel plan of a config, for types of which transformers has none that can be used.
