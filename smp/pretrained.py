@@ -15,7 +15,7 @@ from torch import nn
 
 from smp.delayed_init import fill_encoded_, initialize_parameter_, local_part, values_rule
 from smp.errors import ConfigError, UserError
-from smp.models.added import added_parameters, encoded_parameters, remember_weights
+from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
 from smp.models.file_keys import FileKey, whole
 from smp.models.file_names import buffers_of, parameters_of
@@ -248,7 +248,6 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
     if unallocated:
         raise UserError(f"parameter {unallocated[0]} is on the meta device: allocate it before loading weights")
     encoded, found = encoded_parameters(model), find_tensors(model, weights, hf_config=hf_config)
-    remember_weights(model, weights)
     for name, each in added_parameters(model).items():
         if each.initial.rows_of is not None:
             source, rows = each.initial.rows_of

@@ -33,13 +33,13 @@ from smp.checkpoint.safetensors_io import Piece, reason, sync, write_tensors
 from smp.errors import RunError, UserError
 from smp.faults.lock import locked
 from smp.models.added import (
+    LOADED,
     AddedParameter,
     added_parameters,
     files_apart,
     files_of,
     left_out,
     trained_parameters,
-    weights_of,
 )
 from smp.models.family import Family
 from smp.models.file_names import buffers_of, parameters_of
@@ -281,8 +281,8 @@ def export_hf(
         chat_template: text of the template that the model was trained with, if it is not the tokenizer's own.
         max_shard_bytes: largest file, as long as one parameter fits; also the most that rank 0 keeps in CPU memory.
         dtype: dtype of the files, of all or by parameter's name; None: the parameters'.
-        weights: pretrained weights, whose tensors that the family passes through are copied; None: those that the model
-            was loaded from.
+        weights: pretrained weights, whose tensors that the family passes through are copied; None: those that
+            ``smp.load_pretrained`` has loaded.
         progress: called before each parameter and each file.
 
     Raises:
@@ -307,7 +307,7 @@ def export_hf(
     inputs = {"tokenizer_dir": tokenizer_dir, "generation_dir": generation_dir, "from_pretrained": source or None}
     if isinstance(model, nn.Module):
         inputs |= files_of(model)
-        weights = weights_of(model) if weights is None else weights
+        weights = files_of(model).get(LOADED) if weights is None else weights
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
     partial, family = beside(directory, "partial"), family_of(hf_config)
     family.file_names.check(directory, "have transformers' save_pretrained write it")

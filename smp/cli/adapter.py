@@ -86,9 +86,8 @@ class SavedAdapter:
         self._check(model)
         if weights is not None:
             layers = linear_layers(model, family_of(hf_config)) if self.is_quantised else {}
-            own, quantised = read, {f"{path}.weight" for path in layers}
-            of_files = reader_of(model, weights, self.dtype, quantised, read)
-            read = lambda name: own(name) if name in self.modules else of_files(name)  # noqa: E731
+            quantised = {f"{path}.weight" for path in layers}
+            read = reader_of(model, weights, self.dtype, quantised, read, trained=self.modules)
         tensors = {**dict(model.named_parameters()), **dict(buffers_of(model))}
         parameters = {name: stored(tensor, self.dtype) for name, tensor in tensors.items()}
         read_stored = lambda name: stored(read(name), self.dtype)  # noqa: E731

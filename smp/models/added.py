@@ -19,6 +19,7 @@ from smp.models.init_rules import InitRule
 from smp.models.weight_files import digest_of
 
 _RECORD = "_smp_parameters"
+LOADED = "smp.load_pretrained"  # names pretrained weights among the files that a model's values came from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,6 @@ class _Record:
         base: the pretrained weights that frozen parameters are left as.
         encoded: by qualified name.
         files: that values came from, by what names them in messages.
-        weights: that the model was filled from.
     """
 
     added: Mapping[str, AddedParameter] = dataclasses.field(default_factory=dict)
@@ -113,7 +113,6 @@ class _Record:
     base: Base | None = None
     encoded: Mapping[str, Encoded] = dataclasses.field(default_factory=dict)
     files: Mapping[str, pathlib.Path | str] = dataclasses.field(default_factory=dict)
-    weights: pathlib.Path | None = None
 
 
 def _of(model: nn.Module) -> _Record:
@@ -211,16 +210,6 @@ def remember_files(model: nn.Module, what: str, path: pathlib.Path | str) -> Non
 def files_of(model: nn.Module) -> Mapping[str, pathlib.Path | str]:
     """Return what :func:`remember_files` was given."""
     return _of(model).files
-
-
-def remember_weights(model: nn.Module, weights: pathlib.Path) -> None:
-    """Record the pretrained weights that a model is filled from, or was when its run began."""
-    _note(model, weights=weights)
-
-
-def weights_of(model: nn.Module) -> pathlib.Path | None:
-    """Return what :func:`remember_weights` was given."""
-    return _of(model).weights
 
 
 def encode_parameter(model: nn.Module, name: str, how: Encoded) -> None:

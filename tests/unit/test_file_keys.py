@@ -18,6 +18,7 @@ from transformers.models.mixtral import MixtralConfig
 from smp.checkpoint.hf_export import export_hf
 from smp.delayed_init import materialize_
 from smp.errors import UserError
+from smp.models.added import LOADED, remember_files
 from smp.models.families import FAMILIES
 from smp.models.family import Family
 from smp.models.file_keys import Conversion
@@ -126,6 +127,7 @@ def test_pieces_are_read_and_exported_under_their_keys(tmp_path, saved, most):
     for name, parameter in reference.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
         assert torch.equal(read_tensor(entries[name]), parameter), name
+    remember_files(model, LOADED, directory)  # as smp.load_pretrained does
     reads = []
     values = dict(model.named_parameters())
     export_hf(model, tmp_path / "out", hf_config=CONFIG, max_shard_bytes=most)
@@ -164,7 +166,7 @@ def _load_and_export(folder, reference, expected):
         for name, parameter in reference.items():
             assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name
         out = pathlib.Path(folder, f"out{dim}")
-        export_hf(model, out, hf_config=CONFIG, max_shard_bytes=400)
+        export_hf(model, out, hf_config=CONFIG, max_shard_bytes=400, weights=pathlib.Path(folder, "in"))
         assert_exported(out, expected)
 
 
