@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 from docs import composition_page  # noqa: E402
 from docs.smp_v2_tables import FLAGS, KEYS, VARIABLES  # noqa: E402
 from smp.compat.names import NAMES  # noqa: E402
-from smp.models.preset import list_presets  # noqa: E402
+from smp.models.families import list_presets  # noqa: E402
 from smp.train import arguments  # noqa: E402
 from smp.train.on_resume import MEANING, ON_RESUME  # noqa: E402
 

@@ -24,7 +24,7 @@ from smp.environment import malloc
 from smp.errors import ConfigError, UserError
 from smp.faults.agreement import require_same_weights
 from smp.mesh import Mesh, resolve_mesh, served_device_type
-from smp.models.added import leave_out_frozen, remember_files
+from smp.models.added import LOADED, leave_out_frozen, remember_files
 from smp.models.registry import build_model, family_of
 from smp.parallel import context
 from smp.parallel.activation_checkpoint import checkpointed_blocks, leave_out_cache
@@ -392,5 +392,5 @@ def load_pretrained(model: nn.Module, weights: str | os.PathLike[str]) -> nn.Mod
     reshard(model)  # a gathered parameter is not the one that the optimizer updates
     load_pretrained_(model, Path(weights), hf_config=model.config)
     leave_out_frozen(model, Path(weights))
-    remember_files(model, "smp.load_pretrained", Path(weights))
+    remember_files(model, LOADED, Path(weights))
     return model

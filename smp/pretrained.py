@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import operator
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from smp.delayed_init import fill_encoded_, initialize_parameter_, local_part, v
 from smp.errors import ConfigError, UserError
 from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
+from smp.models.file_keys import FileKey, whole
 from smp.models.file_names import buffers_of, parameters_of
 from smp.models.registry import family_of
 from smp.models.weight_files import INDEX, find_weights, weight_map
@@ -24,8 +27,9 @@ logger = logging.getLogger(__name__)
 _SHOWN = 5
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-_Entry = tuple[str, pathlib.Path]  # key in the file, file
-_Plan = dict[str, _Entry]  # by parameter name
+Entry = tuple[FileKey, pathlib.Path]  # with the key that the file has
+_Plan = dict[str, list[Entry]]  # by parameter name
+_Box = tuple[str, FileKey]  # of a parameter, by its name
 
 # Rows compared at a time.
 _ROWS = 4096
@@ -37,15 +41,32 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _equal(first: _Entry, second: _Entry) -> bool:
+def _equal(first: Entry, second: Entry) -> bool:
     """Return True if two tensors of the files hold the same values; in bounded memory."""
     from safetensors import safe_open
 
     with safe_open(first[1], framework="pt") as one, safe_open(second[1], framework="pt") as other:
-        a, b = one.get_slice(first[0]), other.get_slice(second[0])
+        a, b = one.get_slice(first[0].key), other.get_slice(second[0].key)
         if a.get_shape() != b.get_shape():
             return False
         return all(torch.equal(a[row : row + _ROWS], b[row : row + _ROWS]) for row in range(0, a.get_shape()[0], _ROWS))
+
+
+def _expected(family: Family, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[_Box]]:
+    """Return what the tensors of the files are, by the names that their keys are read as."""
+    found: dict[str, list[_Box]] = {}
+    for name, shape in shapes.items():
+        for row in family.file_names.module_keys(name, shape):
+            found.setdefault(row.key, []).append((name, row))
+    for name, shape in shapes.items():  # some files have as one tensor what others have in pieces
+        found.setdefault(name, [(name, whole(name, shape))])
+    return found
+
+
+def _owners(key: str, family: Family, expected: Mapping[str, list[_Box]]) -> list[_Box]:
+    """Return what a key of the files is; files of a model without its head leave out where that is."""
+    name = family.file_names.module_key(key)
+    return expected.get(name) or expected.get(f"{family.base}.{name}", [])
 
 
 def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]) -> tuple[_Plan, list[str]]:
@@ -53,49 +74,56 @@ def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]
     parameters, added = parameters_of(model, remove_duplicate=False), added_parameters(model)
     canonical = {id(parameter): name for name, parameter in parameters_of(model).items()}
     names = {name: canonical[id(p)] for name, p in parameters.items() if name not in added}
-    names |= {name: name for name, _ in buffers_of(model)}
-    plan: _Plan = {}
-    unexpected, problems = [], []
+    tensors = {name: parameters[name] for name in names} | dict(buffers_of(model))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes |= {name: how.shape for name, how in encoded_parameters(model).items()}
+    expected, problems, unexpected = _expected(family, shapes), [], []
+    plan: dict[str, dict[FileKey, Entry]] = {}
     for key, file in files.items():
-        name = family.file_names.module_key(key)
-        if name not in names and f"{family.base}.{name}" in names:
-            name = f"{family.base}.{name}"  # a checkpoint of the model without its head
-        if name in names:
-            twin = plan.setdefault(names[name], (key, file))
-            if twin != (key, file) and not _equal(twin, (key, file)):
-                problems.append(f"{twin[0]} and {key} differ, but the model ties them: use --tie_word_embeddings 0")
-        elif not family.file_names.ignored(key):
+        owners = _owners(key, family, expected)
+        for owner, row in owners:
+            entry = row._replace(key=key), file
+            twin = plan.setdefault(names.get(owner, owner), {}).setdefault(row._replace(key=""), entry)
+            if twin != entry and not _equal(twin, entry):
+                problems.append(f"{twin[0].key} and {key} differ, but the model ties them: use --tie_word_embeddings 0")
+        if not owners and not family.file_names.ignored(key):
             unexpected.append(key)
-    missing = [name for name in dict.fromkeys(names.values()) if name not in plan]
+    missing: dict[str, str] = {}  # by key in the files
+    for name in dict.fromkeys(names.get(name, name) for name in shapes):
+        rows, found = family.file_names.keys(name, shapes[name]), plan.get(name, {})
+        if whole("", shapes[name]) not in found:
+            missing |= {row.key: name for row in rows if row._replace(key="") not in found}
+        elif len(found) > 1:
+            problems.append(f"the weights have {name} as one tensor and as several: leave those of one form")
     if missing:
         tie = "tie_word_embeddings" in family.settings and len(missing) == 1
-        tie = tie and missing[0] in (f"{family.head}.weight", f"{family.embedding}.weight")
+        tie = tie and {*missing.values()} <= {f"{family.head}.weight", f"{family.embedding}.weight"}
         advice = "or its head is its embedding, which is --tie_word_embeddings 1" if tie else "or incomplete"
-        lacking = _some(map(family.file_names.file_key, missing))
-        problems.append(f"the weights lack {lacking}: they are of another model, {advice}")
+        problems.append(f"the weights lack {_some(missing)}: they are of another model, {advice}")
     if unexpected:
         problems.append(f"the model has no parameter for {_some(unexpected)}: the weights are of another model")
-    return plan, problems
+    return {name: list(found.values()) for name, found in plan.items()}, problems
 
 
-def _check_tensors(tensors: dict[str, torch.Tensor], plan: _Plan) -> list[str]:
+def _check_tensors(tensors: Mapping[str, torch.Tensor], plan: _Plan) -> list[str]:
     """Compare shapes and dtypes from the files' headers; logs a conversion."""
     from safetensors import safe_open
 
     shapes, dtypes, conversions = [], [], set()
-    for file in sorted({file for _, file in plan.values()}):
+    boxes = sorted(
+        ((file, name, row) for name, entries in plan.items() for row, file in entries), key=operator.itemgetter(0)
+    )
+    for file, in_file in itertools.groupby(boxes, operator.itemgetter(0)):
         with safe_open(file, framework="pt") as content:
-            for name, (key, home) in plan.items():
-                if home != file:
-                    continue
-                header, tensor = content.get_slice(key), tensors[name]
+            for _, name, row in in_file:
+                header = content.get_slice(row.key)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
-                if shape != tuple(tensor.shape):
-                    shapes.append(f"{key} {list(shape)} instead of {list(tensor.shape)}")
+                if shape != row.shape:
+                    shapes.append(f"{row.key} {list(shape)} instead of {list(row.shape)}")
                 if dtype not in _DTYPES:
-                    dtypes.append(f"{key} ({dtype})")
-                elif _DTYPES[dtype] != tensor.dtype:
-                    conversions.add(f"{dtype} to {tensor.dtype}".replace("torch.", ""))
+                    dtypes.append(f"{row.key} ({dtype})")
+                elif _DTYPES[dtype] != tensors[name].dtype:
+                    conversions.add(f"{dtype} to {tensors[name].dtype}".replace("torch.", ""))
     if conversions:
         logger.info("pretrained weights are converted from %s", ", ".join(sorted(conversions)))
     problems = []
@@ -106,31 +134,29 @@ def _check_tensors(tensors: dict[str, torch.Tensor], plan: _Plan) -> list[str]:
     return problems
 
 
-def base_dtypes(names: Iterable[str], hf_config: Any, weights: pathlib.Path) -> dict[str, torch.dtype]:
+def base_dtypes(tensors: Mapping[str, torch.Tensor], hf_config: Any, weights: pathlib.Path) -> dict[str, torch.dtype]:
     """Return the dtype that each tensor has in pretrained files, or else the config's; only headers are read.
 
     Args:
-        names: of parameters and saved buffers; those that neither says are left out.
+        tensors: parameters and saved buffers by name; those that neither says are left out.
         weights: they may not be there any more.
     """
     from safetensors import SafetensorError, safe_open
 
-    names, family = set(names), family_of(hf_config)
-    usual = getattr(hf_config, "dtype", None)
-    found = dict.fromkeys(names, usual) if isinstance(usual, torch.dtype) else {}
+    family, usual = family_of(hf_config), getattr(hf_config, "dtype", None)
+    expected = _expected(family, {name: tensor.shape for name, tensor in tensors.items()})
+    found = dict.fromkeys(tensors, usual) if isinstance(usual, torch.dtype) else {}
     with contextlib.suppress(UserError, OSError, SafetensorError):
         for file in sorted(set(weight_map(weights).values())):
             with safe_open(file, framework="pt") as content:
                 for key in content.keys():  # noqa: SIM118
-                    name, dtype = family.file_names.module_key(key), content.get_slice(key).get_dtype()
-                    name = name if name in names else f"{family.base}.{name}"
-                    if name in names and dtype in _DTYPES:
-                        found[name] = _DTYPES[dtype]
+                    if (dtype := content.get_slice(key).get_dtype()) in _DTYPES:
+                        found |= dict.fromkeys((owner for owner, _ in _owners(key, family, expected)), _DTYPES[dtype])
     return found
 
 
 def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> _Plan:
-    """Return key and file of every parameter, but those that techniques add, and saved buffer, by its name.
+    """Return keys and files of every parameter, but those that techniques add, and saved buffer, by its name.
 
     Args:
         model: real or on the meta device.
@@ -156,17 +182,50 @@ def read_rows(weights: pathlib.Path, family: Family, name: str, rows: Sequence[i
     for key, file in weight_map(weights).items():
         found = family.file_names.module_key(key)
         if name in (found, f"{family.base}.{found}"):
-            return _rows((key, file), rows)
+            return _rows(key, file, rows)
     return None
 
 
-def _rows(entry: _Entry, rows: Sequence[int]) -> torch.Tensor:
+def _rows(key: str, file: pathlib.Path, rows: Sequence[int]) -> torch.Tensor:
     from safetensors import safe_open
 
-    key, file = entry
     with safe_open(file, framework="pt") as content:
         matrix = content.get_slice(key)
         return torch.cat([matrix[row : row + 1] for row in rows])
+
+
+def read_tensor(entries: Sequence[Entry]) -> torch.Tensor:
+    """Return all of a parameter, in the dtype of its files.
+
+    Args:
+        entries: of the parameter, as :func:`find_tensors` returns them.
+    """
+    from safetensors import safe_open
+
+    row, file = entries[0]
+    with safe_open(file, framework="pt") as content:
+        if len(entries) == 1 and row == whole(row.key, row.shape):
+            return content.get_tensor(row.key)
+        dtype = _DTYPES[content.get_slice(row.key).get_dtype()]
+    shape = [
+        max(ends) for ends in zip(*(map(operator.add, each.offsets, each.sizes) for each, _ in entries), strict=True)
+    ]
+    found = torch.empty(shape, dtype=dtype)
+    _fill(found, (0,) * len(shape), entries)
+    return found
+
+
+def _fill(local: torch.Tensor, offsets: tuple[int, ...], entries: Sequence[Entry]) -> None:
+    """Read a shard of a parameter, and no more: a file is opened once for all that the shard has of it."""
+    from safetensors import safe_open
+
+    overlaps = ((file, row, row.overlap(offsets, local.shape)) for row, file in entries)
+    wanted = [(file, row, both) for file, row, both in overlaps if both is not None]
+    for file in dict.fromkeys(file for file, *_ in wanted):
+        # Opened for each parameter: what was read of a mapped file counts as this process's memory until it is closed.
+        with safe_open(file, framework="pt") as content:
+            for _, row, (inside, source) in (each for each in wanted if each[0] == file):
+                local[inside].copy_(row.in_order(content.get_slice(row.key)[source]))
 
 
 @torch.no_grad()
@@ -184,8 +243,6 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
         UserError: files that cannot be read slice by slice, or that do not fit the model: missing and unexpected keys,
             shapes and dtypes, all reported together before any parameter is changed.
     """
-    from safetensors import safe_open
-
     tensors: dict[str, torch.Tensor] = {**parameters_of(model), **dict(buffers_of(model))}
     unallocated = [name for name, tensor in tensors.items() if tensor.is_meta]
     if unallocated:
@@ -194,15 +251,12 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
     for name, each in added_parameters(model).items():
         if each.initial.rows_of is not None:
             source, rows = each.initial.rows_of
-            initialize_parameter_(tensors[name], values_rule(_rows(found[source], rows)), seed=0, name=name)
-    for name, (key, file) in found.items():
+            ((row, file),) = found[source]
+            initialize_parameter_(tensors[name], values_rule(_rows(row.key, file, rows)), seed=0, name=name)
+    for name, entries in found.items():
         if name in encoded:
-            with safe_open(file, framework="pt") as content:
-                fill_encoded_(tensors[name], encoded[name], content.get_tensor(key))
+            fill_encoded_(tensors[name], encoded[name], read_tensor(entries))
             continue
         local, offsets = local_part(tensors[name])
         if local.numel():
-            # Opened for each tensor: what was read of a mapped file counts as this process's memory until it is closed.
-            with safe_open(file, framework="pt") as content:
-                slices = (slice(first, first + size) for first, size in zip(offsets, local.shape, strict=True))
-                local.copy_(content.get_slice(key)[tuple(slices)])
+            _fill(local, offsets, entries)

@@ -17,13 +17,15 @@ from torch import nn
 from smp.config import Section, Settings, setting
 from smp.models.added import AddedParameter, Apart
 from smp.models.family import Family
+from smp.models.file_names import FileNames, Rename
 from smp.models.init_rules import drawn
 from smp.parallel.linear import Product, replace_product
 from smp.parallel.technique import Parameters, Setup, model_blocks
 
 RANK, SCALE = 3, 2.0
 LAYERS = ("self_attn.q_proj", "mlp.down_proj")
-APART = Apart("adapter.safetensors", {"adapter.json": '{"r": 3}'})
+NAMES = FileNames(to_file=(Rename(r"\.down$", ".A"), Rename(r"\.up$", ".B")))
+APART = Apart("adapter.safetensors", {"adapter.json": '{"r": 3}'}, NAMES)
 
 
 class Adapter(Product):
@@ -83,8 +85,8 @@ def _added(model: nn.Module, family: Family, *, gains: bool) -> Iterator[AddedPa
         path = f"{family.blocks}.{index}"
         for layer in LAYERS:
             outputs, inputs = block.get_submodule(layer).weight.shape  # type: ignore[misc,union-attr]
-            for name, shape, key in (("down", (RANK, inputs), "A"), ("up", (outputs, RANK), "B")):
-                yield AddedParameter(f"{path}.{layer}", name, shape, values, f"{path}.{layer}.{key}", APART)
+            for name, shape in (("down", (RANK, inputs)), ("up", (outputs, RANK))):
+                yield AddedParameter(f"{path}.{layer}", name, shape, values, APART)
         if gains:
             ones = drawn(lambda values, generator: values.fill_(1.25))
             yield AddedParameter(path, "gain", (model.config.hidden_size,), ones)  # type: ignore[union-attr]

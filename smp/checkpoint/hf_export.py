@@ -18,11 +18,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from smp.checkpoint.file_tensors import (
+    Dtype,
+    FileTensor,
+    Read,
+    file_tensors,
+    in_files,
+    passed_tensors,
+    stored,
+    value_of,
+)
 from smp.checkpoint.outputs import MARKER, beside, marker_of, marker_text, refuse_foreign_files, refuse_inputs
 from smp.checkpoint.safetensors_io import Piece, reason, sync, write_tensors
 from smp.errors import RunError, UserError
 from smp.faults.lock import locked
-from smp.models.added import AddedParameter, added_parameters, files_apart, files_of, left_out, trained_parameters
+from smp.models.added import (
+    LOADED,
+    AddedParameter,
+    added_parameters,
+    files_apart,
+    files_of,
+    left_out,
+    trained_parameters,
+)
 from smp.models.family import Family
 from smp.models.file_names import buffers_of, parameters_of
 from smp.models.registry import family_of
@@ -31,7 +49,6 @@ from smp.parallel.sharding import reshard
 
 logger = logging.getLogger(__name__)
 
-Dtype = torch.dtype | Mapping[str, torch.dtype] | None
 # By the values of --dtype.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -78,28 +95,6 @@ def _claim(directory: pathlib.Path) -> None:
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
-
-
-def _stored(name: str, tensor: torch.Tensor, dtype: Dtype) -> torch.dtype:
-    """Return the dtype of a tensor in the files, given what was asked for."""
-    asked = dtype if dtype is None or isinstance(dtype, torch.dtype) else dtype.get(name)
-    return asked if asked is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _plan_files(parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: Dtype) -> dict[str, list[str]]:
-    """Return parameter names by file, in order, each file at most ``max_shard_bytes`` or one parameter."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, parameter in parameters.items():
-        needed = parameter.numel() * _stored(name, parameter, dtype).itemsize
-        if groups[-1] and size + needed > max_shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += needed
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]} if groups[0] else {}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
 def pretrained_files(
@@ -172,38 +167,66 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return full.to_local()
 
 
-def _gather_and_write(
+def _planned(
     parameters: Mapping[str, torch.Tensor],
-    read: Callable[[str], torch.Tensor],
-    partial: pathlib.Path,
-    family: Family,
     added: Mapping[str, AddedParameter],
+    family: Family,
     *,
-    max_shard_bytes: int,
     dtype: Dtype,
+    weights: pathlib.Path | str | None,
+    max_shard_bytes: int,
+) -> tuple[dict[str, list[FileTensor]], dict[str, list[FileTensor]]]:
+    """Return the tensors of the model by file, and those of files beside it; collective."""
+    beside_it = {name: each.apart for name, each in added.items() if each.apart is not None}
+    own = file_tensors({n: t for n, t in parameters.items() if n not in beside_it}, family.file_names, dtype)
+    apart: dict[str, list[FileTensor]] = {}
+    for name, each in beside_it.items():
+        apart.setdefault(each.file, []).extend(file_tensors({name: parameters[name]}, each.names, dtype))
+    if own and weights is not None and family.file_names.passed:
+        # Ranks that do not see the files plan the same ones.
+        passed: list[FileTensor] = []
+        _on_main(lambda: passed.extend(passed_tensors(pathlib.Path(weights), family.file_names)))
+        if dist.is_initialized():
+            dist.broadcast_object_list(said := [passed], src=0)
+            passed = said[0]
+        own += passed
+    return in_files(own, max_shard_bytes), apart
+
+
+def _gather_and_write(
+    files: Mapping[str, list[FileTensor]],
+    apart: Mapping[str, list[FileTensor]],
+    partial: pathlib.Path,
+    *,
+    read: Read,
     progress: Callable[[], None],
 ) -> None:
-    """Write every parameter, a tied one once, and the index if there are several files of the model."""
-    apart: dict[str, list[str]] = {}
-    for name, each in added.items():
-        if each.apart is not None:
-            apart.setdefault(each.apart.file, []).append(name)
-    rest = {name: tensor for name, tensor in parameters.items() if not any(name in names for names in apart.values())}
-    files = _plan_files(rest, max_shard_bytes=max_shard_bytes, dtype=dtype)
+    """Write every tensor, and the index if there are several files of the model.
+
+    Args:
+        files, apart: tensors by file, of the model and beside it.
+        read: gathers a parameter by name; collective. A parameter of several tensors is read once.
+    """
+
+    @functools.lru_cache(maxsize=1)
+    def latest(name: str) -> torch.Tensor:
+        progress()
+        return read(name)
+
     weight_map, total_size = {}, 0
-    for file, names in (files | apart).items():
+    for file, group in {**files, **apart}.items():
         tensors = {}
-        for name in names:
-            progress()
-            tensor = read(name)
+        for tensor in group:
             if _is_main():
-                key = (added[name].key if name in added else None) or family.file_names.file_key(name)
-                tensors[key] = tensor.detach().to("cpu", _stored(name, tensor, dtype)).contiguous()
+                tensors[tensor.key] = value_of(tensor, latest)
+            else:
+                for name, _ in tensor.rows:
+                    latest(name)
         progress()
         _on_main(functools.partial(_write_tensors, partial / file, tensors))
         if file in files:
-            weight_map.update(dict.fromkeys(tensors, file))
-            total_size += sum(tensor.nbytes for tensor in tensors.values())
+            weight_map.update({tensor.key: file for tensor in group})
+            total_size += sum(tensor.nbytes for tensor in group)
     if len(files) > 1:
         content = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         text = json.dumps(content, indent=2) + "\n"
@@ -236,6 +259,7 @@ def export_hf(
     chat_template: str | None = None,
     max_shard_bytes: int = 5 * 2**30,
     dtype: Dtype = None,
+    weights: pathlib.Path | str | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a directory that ``from_pretrained`` loads: safetensors, configs, tokenizer. All ranks call it.
@@ -257,6 +281,8 @@ def export_hf(
         chat_template: text of the template that the model was trained with, if it is not the tokenizer's own.
         max_shard_bytes: largest file, as long as one parameter fits; also the most that rank 0 keeps in CPU memory.
         dtype: dtype of the files, of all or by parameter's name; None: the parameters'.
+        weights: pretrained weights, whose tensors that the family passes through are copied; None: those that
+            ``smp.load_pretrained`` has loaded.
         progress: called before each parameter and each file.
 
     Raises:
@@ -281,10 +307,12 @@ def export_hf(
     inputs = {"tokenizer_dir": tokenizer_dir, "generation_dir": generation_dir, "from_pretrained": source or None}
     if isinstance(model, nn.Module):
         inputs |= files_of(model)
+        weights = files_of(model).get(LOADED) if weights is None else weights
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
     partial, family = beside(directory, "partial"), family_of(hf_config)
     family.file_names.check(directory, "have transformers' save_pretrained write it")
-    stored = _stored(*next(iter(parameters.items())), dtype)
+    files, apart = _planned(parameters, added, family, dtype=dtype, weights=weights, max_shard_bytes=max_shard_bytes)
+    main_dtype = stored(*next(iter(parameters.items())), dtype)
     untied = {f"{family.embedding}.weight", f"{family.head}.weight"} <= parameters.keys()
     if untied and getattr(hf_config, "tie_word_embeddings", False):
         hf_config = copy.deepcopy(hf_config)
@@ -301,10 +329,9 @@ def export_hf(
             _claim(directory)
             generation = getattr(model, "generation_config", None)
             copied = pretrained_files(tokenizer_dir, generation_dir)
-            with_model = any(name not in added or added[name].apart is None for name in parameters)
             _write_configs(
                 partial, hf_config, family,
-                generation=generation, dtype=stored, with_model=with_model, copied=copied,
+                generation=generation, dtype=main_dtype, with_model=bool(files), copied=copied,
             )  # fmt: skip
             for texts in files_apart(added.values()).values():
                 for name, text in texts.items():
@@ -313,8 +340,6 @@ def export_hf(
                 (partial / _CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
 
         _on_main(prepare)
-        _gather_and_write(
-            parameters, read or (lambda name: full_tensor(parameters[name])), partial, family, added,
-            max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress,
-        )  # fmt: skip
+        gather = read or (lambda name: full_tensor(parameters[name]))
+        _gather_and_write(files, apart, partial, read=gather, progress=progress)
         _on_main(lambda: _publish(partial, directory))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from smp.checkpoint.hf_export import full_tensor
@@ -20,7 +19,7 @@ from smp.parallel.linear import is_transposed
 from smp.parallel.lora import Adapter, Config
 from smp.parallel.token_rows import ROWS
 from smp.parallel.trained_beside import token_layers
-from smp.pretrained import find_tensors
+from smp.pretrained import find_tensors, read_tensor
 
 Read = Callable[[str], torch.Tensor]
 
@@ -42,8 +41,7 @@ def merged(model: nn.Module, settings: Settings) -> tuple[dict[str, torch.Tensor
 
     read: Read = gathered
     if base is not None:
-        of_files = reader_of(model, pathlib.Path(base.weights), dtype, encoded, gathered)
-        read = lambda name: gathered(name) if name in trained else of_files(name)  # noqa: E731
+        read = reader_of(model, pathlib.Path(base.weights), dtype, encoded, gathered, trained=trained)
     shapes = {name: encoded[name].shape if name in encoded else tensor.shape for name, tensor in tensors.items()}
     own = {
         name: stored(torch.empty(shapes[name], dtype=tensor.dtype, device="meta"), dtype)
@@ -60,14 +58,21 @@ def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def reader_of(
-    model: nn.Module, weights: pathlib.Path, dtype: torch.dtype, quantised: Container[str], others: Read
+    model: nn.Module,
+    weights: pathlib.Path,
+    dtype: torch.dtype,
+    quantised: Container[str],
+    others: Read,
+    *,
+    trained: Container[str],
 ) -> Read:
     """Return what reads a tensor by its name in the model.
 
     Args:
         model: real or on the meta device.
         quantised: names of weights that were stored in 4 bits.
-        others: reads what the files do not have, the factors.
+        others: reads what the files do not have, the factors, and ``trained``.
+        trained: names of the model's own parameters that are not as the files have them.
 
     Raises:
         UserError: the weights are not those of the model.
@@ -76,11 +81,9 @@ def reader_of(
     files = find_tensors(model, weights, hf_config=hf_config)
 
     def read(name: str) -> torch.Tensor:
-        if name not in files:
+        if name not in files or name in trained:
             return others(name)
-        key, file = files[name]
-        with safe_open(file, framework="pt") as content:
-            weight = stored(content.get_tensor(key), dtype)
+        weight = stored(read_tensor(files[name]), dtype)
         return nf4.rounded(weight) if name in quantised else weight
 
     return read

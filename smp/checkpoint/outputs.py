@@ -14,7 +14,7 @@ from typing import Any
 
 from smp.checkpoint.layout import LATEST
 from smp.errors import UserError
-from smp.models.preset import list_presets
+from smp.models.families import list_presets
 
 # Lists the files of an export with their sizes and digests, so that a later export may replace them and nothing else.
 MARKER = "smp_export.json"

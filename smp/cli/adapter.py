@@ -21,12 +21,11 @@ from smp.models.added import AddedParameter, Apart
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
 from smp.models.weight_files import ADAPTER_CONFIG, directory_of, weight_map
-from smp.parallel.adapter_config import saved_settings
-from smp.parallel.adapter_files import PREFIX
+from smp.parallel.adapter_config import WEIGHTS, saved_settings
+from smp.parallel.adapter_files import NAMES
 from smp.parallel.linear import is_transposed
-from smp.parallel.lora import WEIGHTS, Adapter, Config, linear_layers
+from smp.parallel.lora import Adapter, Config, linear_layers
 from smp.parallel.token_rows import ROWS
-from smp.parallel.trained_beside import ROWS_KEY
 
 MODEL = "model."
 
@@ -64,14 +63,11 @@ class SavedAdapter:
 
     def alone(self) -> tuple[dict[str, torch.Tensor], dict[str, AddedParameter]]:
         """Return the factors on the meta device, and where they are exported to."""
-        apart, added = Apart(WEIGHTS, {ADAPTER_CONFIG: self.config}), {}
-        exported = {**self.factors, **self.modules}
+        apart = Apart(WEIGHTS, {ADAPTER_CONFIG: self.config}, NAMES)
+        exported, added = {**self.factors, **self.modules}, {}
         for name, entry in exported.items():
             module, _, own = name.rpartition(".")
-            key = f"{PREFIX}{name}" if name in self.modules else f"{PREFIX}{name}.weight"
-            if own == ROWS:
-                key = f"{PREFIX}{module}.{ROWS_KEY}"
-            added[name] = AddedParameter(module, own, entry.shape, key=key, apart=apart)
+            added[name] = AddedParameter(module, own, entry.shape, apart=apart)
         return {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in exported.items()}, added
 
     def merged(self, hf_config: Any, weights: Path | None, read: Read) -> tuple[dict[str, torch.Tensor], Read]:
@@ -90,9 +86,8 @@ class SavedAdapter:
         self._check(model)
         if weights is not None:
             layers = linear_layers(model, family_of(hf_config)) if self.is_quantised else {}
-            own, quantised = read, {f"{path}.weight" for path in layers}
-            of_files = reader_of(model, weights, self.dtype, quantised, read)
-            read = lambda name: own(name) if name in self.modules else of_files(name)  # noqa: E731
+            quantised = {f"{path}.weight" for path in layers}
+            read = reader_of(model, weights, self.dtype, quantised, read, trained=self.modules)
         tensors = {**dict(model.named_parameters()), **dict(buffers_of(model))}
         parameters = {name: stored(tensor, self.dtype) for name, tensor in tensors.items()}
         read_stored = lambda name: stored(read(name), self.dtype)  # noqa: E731

@@ -33,8 +33,8 @@ from smp.data.template import given_template
 from smp.errors import UserError
 from smp.models.checked_config import checked_config
 from smp.models.file_names import buffers_of
-from smp.models.registry import build_model
-from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of
+from smp.models.registry import build_model, family_of
+from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of, weight_map
 from smp.pretrained import base_dtypes
 
 _WEIGHTS = ("hf_pretrained_model_name_or_dir", "pretrained_checkpoint_file", "finetune_checkpoint_load_dir")
@@ -191,18 +191,17 @@ def _template(manifest: Manifest, file: str | None) -> str | None:
 
 
 def _dtype_of_files(
-    options: argparse.Namespace, manifest: Manifest, hf_config: Any, names: Iterable[str], base: Path | None
+    options: argparse.Namespace, hf_config: Any, tensors: Mapping[str, torch.Tensor], weights: Path | None
 ) -> Dtype:
     """Return the dtype of the files: asked for, or each tensor's in the files of the run's base model, if it had one.
 
     Args:
-        names: of the model's tensors; none of adapters, which stay as they are.
-        base: weights, if they are known and checked.
+        tensors: of the model, by name; none of adapters, which stay as they are.
+        weights: of the base model.
     """
     if options.dtype is not None:
         return DTYPES[options.dtype]
-    weights = base or next(iter(_paths(manifest, _WEIGHTS)), None)
-    return None if weights is None else base_dtypes(names, hf_config, weights)
+    return None if weights is None else base_dtypes(tensors, hf_config, weights)
 
 
 def _write(
@@ -232,6 +231,9 @@ def _write(
             parameters, added = adapter.alone()
         generation = generation_dir_of(*model_dirs(manifest), directory_of(base))
         _check_named(generation, pretrained_files(None, generation), checkpoint, options.base)
+        weights = base or next(iter(_paths(manifest, _WEIGHTS)), None)
+        if weights is not None and family_of(hf_config).file_names.passed:
+            _check_named(directory_of(weights), weight_map(weights), checkpoint, options.base)
         export_hf(
             parameters,
             output,
@@ -242,7 +244,8 @@ def _write(
             generation_dir=generation,
             chat_template=_template(manifest, options.chat_template),
             max_shard_bytes=parse_size(options.max_shard_size),
-            dtype=_dtype_of_files(options, manifest, hf_config, parameters if added is None else {}, base),
+            dtype=_dtype_of_files(options, hf_config, parameters if added is None else {}, weights),
+            weights=weights,
         )
 
 

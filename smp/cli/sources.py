@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import torch
@@ -15,11 +14,7 @@ from smp.models.checked_config import config_from
 from smp.models.registry import family_of
 from smp.models.weight_files import ADAPTER_CONFIG, weight_map
 from smp.parallel.adapter_config import WEIGHTS
-
-
-def _name_of_factor(key: str) -> str:
-    """Return the name that a tensor of peft's file has in smp's model."""
-    return re.sub(r"(\.lora_[AB])\.weight$", r"\1", key.removeprefix("base_model.model."))
+from smp.parallel.adapter_files import NAMES
 
 
 class ModelTensors:
@@ -44,10 +39,10 @@ class ModelTensors:
         self._keys: dict[str, str] = {}
         if path.name == ADAPTER_CONFIG:
             keys = weight_map(directory / WEIGHTS)
-            names, prefix = {key: _name_of_factor(key) for key in keys}, "model."
+            names, prefix = {key: NAMES.module_key(key) for key in keys}, "model."
         else:
             family = family_of(config_from(path, content))
-            family.file_names.check(directory, "give a checkpoint")
+            family.file_names.check(directory, "give a checkpoint", names_alone=True)
             keys = {key: file for key, file in weight_map(directory).items() if not family.file_names.ignored(key)}
             names = {key: family.file_names.module_key(key) for key in keys}
             # Files of the model without its head leave out its name there.

@@ -1,6 +1,6 @@
 """Parameters that a technique adds to a model, and parameters that stay as pretrained weights have them.
 
-Both are marked on the model, so that filling, saving and exporting it need to know no technique.
+Both are recorded on the model, so that filling, saving and exporting it need to know no technique.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from smp.models.file_names import FileNames
 from smp.models.full_digest import FullDigest
 from smp.models.init_rules import InitRule
 from smp.models.weight_files import digest_of
 
-_ADDED, _FROZEN, _BASE, _ENCODED = "_smp_added", "_smp_frozen", "_smp_base", "_smp_encoded"
-_FILES, _TRAINED = "_smp_files", "_smp_trained"
+_RECORD = "_smp_parameters"
+LOADED = "smp.load_pretrained"  # names pretrained weights among the files that a model's values came from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +29,12 @@ class Apart:
     Attributes:
         file: its name, of safetensors.
         beside: other files that belong to it: their texts by name.
+        names: of parameters in it.
     """
 
     file: str
     beside: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: FileNames = FileNames()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,6 @@ class AddedParameter:
         name: in the module.
         shape: of all of it.
         initial: its initial values; without steps, zeros.
-        key: its name in files; None: as the model's other parameters.
         apart: the file that it is exported to; None: that of the model.
     """
 
@@ -54,13 +56,17 @@ class AddedParameter:
     name: str
     shape: tuple[int, ...]
     initial: InitRule = InitRule()
-    key: str | None = None
     apart: Apart | None = None
 
     @property
     def path(self) -> str:
         """Qualified name in the model."""
         return f"{self.module}.{self.name}" if self.module else self.name
+
+    @property
+    def key(self) -> str:
+        """Its name in the file that it is exported to, if that is not the model's."""
+        return self.path if self.apart is None else self.apart.names.file_key(self.path)
 
 
 class Encoded(NamedTuple):
@@ -88,6 +94,35 @@ class Base(NamedTuple):
     full: FullDigest
 
 
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    """What the functions below have been told of a model.
+
+    Attributes:
+        added: by qualified name.
+        trained: of the model itself, by qualified name.
+        frozen: names of the model's parameters that are not trained; None: no technique has frozen it.
+        base: the pretrained weights that frozen parameters are left as.
+        encoded: by qualified name.
+        files: that values came from, by what names them in messages.
+    """
+
+    added: Mapping[str, AddedParameter] = dataclasses.field(default_factory=dict)
+    trained: Mapping[str, AddedParameter] = dataclasses.field(default_factory=dict)
+    frozen: frozenset[str] | None = None
+    base: Base | None = None
+    encoded: Mapping[str, Encoded] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, pathlib.Path | str] = dataclasses.field(default_factory=dict)
+
+
+def _of(model: nn.Module) -> _Record:
+    return getattr(model, _RECORD, _Record())
+
+
+def _note(model: nn.Module, **values: Any) -> None:
+    setattr(model, _RECORD, dataclasses.replace(_of(model), **values))
+
+
 def add_parameters(
     model: nn.Module, parameters: Iterable[AddedParameter], *, freezes: bool, trained: Iterable[AddedParameter] = ()
 ) -> None:
@@ -101,24 +136,23 @@ def add_parameters(
     like, added = next(model.parameters()), dict(added_parameters(model))
     if freezes:
         own = {name: parameter for name, parameter in model.named_parameters() if name not in added}
-        setattr(model, _FROZEN, frozenset(own))
+        _note(model, frozen=frozenset(own))
         for parameter in own.values():
             parameter.requires_grad_(False)
     for each in parameters:
         values = torch.empty(each.shape, dtype=like.dtype, device=like.device)
         model.get_submodule(each.module).register_parameter(each.name, nn.Parameter(values))
         added[each.path] = each
-    setattr(model, _ADDED, added)
+    _note(model, added=added)
     if kept := {each.path: each for each in trained}:
-        setattr(model, _TRAINED, kept)
-        setattr(model, _FROZEN, getattr(model, _FROZEN) - kept.keys())
+        _note(model, trained=kept, frozen=(_of(model).frozen or frozenset()) - kept.keys())
         for name in kept:
             model.get_parameter(name).requires_grad_(True)
 
 
 def added_parameters(model: nn.Module) -> Mapping[str, AddedParameter]:
     """Return the added parameters by qualified name."""
-    return getattr(model, _ADDED, {})
+    return _of(model).added
 
 
 def files_apart(parameters: Iterable[AddedParameter]) -> dict[str, dict[str, str]]:
@@ -132,18 +166,18 @@ def files_apart(parameters: Iterable[AddedParameter]) -> dict[str, dict[str, str
 
 def trained_parameters(model: nn.Module) -> Mapping[str, AddedParameter]:
     """Return by qualified name the model's own parameters that are trained though the others are frozen."""
-    return getattr(model, _TRAINED, {})
+    return _of(model).trained
 
 
 def is_frozen(model: nn.Module) -> bool:
     """Return whether a technique has frozen the model's own parameters."""
-    return hasattr(model, _FROZEN)
+    return _of(model).frozen is not None
 
 
 def narrow_frozen_(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep what a technique has frozen, without values, in the dtype of the computation: no more is read of it."""
     narrow: dict[int, nn.Parameter] = {}  # a tied one once
-    for name in getattr(model, _FROZEN, ()):
+    for name in _of(model).frozen or ():
         parameter = model.get_parameter(name)
         values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         narrow[id(parameter)] = nn.Parameter(values, requires_grad=False)
@@ -157,35 +191,37 @@ def leave_out_frozen(model: nn.Module, weights: pathlib.Path) -> None:
     if is_frozen(model):
         kinds = sorted({f"{each.kind}-" for each in encoded_parameters(model).values()})
         digest = "".join([*kinds, digest_of(weights)])
-        setattr(model, _BASE, Base(getattr(model, _FROZEN), digest, str(weights), FullDigest(weights)))
+        _note(model, base=Base(_of(model).frozen or frozenset(), digest, str(weights), FullDigest(weights)))
 
 
 def left_out(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that checkpoints and exports leave out: of pretrained weights, or encoded."""
-    base = base_of(model)
-    return base.names if base else getattr(model, _FROZEN) if encoded_parameters(model) else frozenset()
+    record = _of(model)
+    if record.base is not None:
+        return record.base.names
+    return record.frozen if record.encoded and record.frozen else frozenset()
 
 
 def remember_files(model: nn.Module, what: str, path: pathlib.Path | str) -> None:
     """Mark files that a model's values came from, which no export of it replaces; ``what`` names them in messages."""
-    setattr(model, _FILES, {**files_of(model), what: path})
+    _note(model, files={**files_of(model), what: path})
 
 
 def files_of(model: nn.Module) -> Mapping[str, pathlib.Path | str]:
     """Return what :func:`remember_files` was given."""
-    return getattr(model, _FILES, {})
+    return _of(model).files
 
 
 def encode_parameter(model: nn.Module, name: str, how: Encoded) -> None:
     """Mark a frozen parameter that stands for a weight in another form."""
-    setattr(model, _ENCODED, {**encoded_parameters(model), name: how})
+    _note(model, encoded={**encoded_parameters(model), name: how})
 
 
 def encoded_parameters(model: nn.Module) -> Mapping[str, Encoded]:
     """Return by qualified name the parameters that stand for weights in another form."""
-    return getattr(model, _ENCODED, {})
+    return _of(model).encoded
 
 
 def base_of(model: nn.Module) -> Base | None:
     """Return what checkpoints and exports leave out, if there is any."""
-    return getattr(model, _BASE, None)
+    return _of(model).base

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from smp.errors import UserError
+from smp.models.file_keys import Conversion, FileKey, whole
 
 # Buffers that older files hold and no model reads: frequencies and positions, and masks of causal attention.
 _OLD_BUFFERS = (
@@ -74,12 +75,16 @@ class FileNames:
         to_module: applied to a key in a file, one after the other.
         to_file: applied to a parameter name.
         unused: regular expressions of keys that files may have and the model does not.
+        passed: those of keys that are no parameters of the model, and that an export has as the files have them.
+        conversions: parameters that are not one tensor of the files each; the first that knows a name counts.
         problem: why files cannot be read and written one parameter at a time; empty: they can.
     """
 
     to_module: tuple[Rename, ...] = ()
     to_file: tuple[Rename, ...] = ()
     unused: tuple[str, ...] = _OLD_BUFFERS
+    passed: tuple[str, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
     problem: str = ""
 
     def module_key(self, file_key: str) -> str:
@@ -94,21 +99,47 @@ class FileNames:
             module_key = rename(module_key)
         return module_key
 
+    def module_keys(self, name: str, shape: Sequence[int]) -> list[FileKey]:
+        """Return the tensors of the files that a parameter is made of, under the names that their keys are read as."""
+        rows = (conversion.keys(name, shape) for conversion in self.conversions)
+        return next(filter(None, rows), None) or [whole(name, shape)]
+
+    def keys(self, name: str, shape: Sequence[int]) -> list[FileKey]:
+        """Return the tensors of the files that a parameter is made of.
+
+        Args:
+            name: of the parameter.
+            shape: of all of it.
+        """
+        return [row._replace(key=self.file_key(row.key)) for row in self.module_keys(name, shape)]
+
     def ignored(self, file_key: str) -> bool:
         """Return True for a key that is skipped where the model has no such parameter."""
-        return any(re.search(pattern, file_key) for pattern in self.unused)
+        return any(re.search(pattern, file_key) for pattern in (*self.unused, *self.passed))
 
-    def check(self, what: object, advice: str) -> None:
-        """Check that names are all that differs between files and model.
+    def passes(self, file_key: str) -> bool:
+        """Return True for a key that an export has as the files have it."""
+        return any(re.search(pattern, file_key) for pattern in self.passed)
+
+    def check(self, what: object, advice: str, *, names_alone: bool = False) -> None:
+        """Check that files can be read and written one parameter at a time.
 
         Args:
             what: begins the sentence: the files, or the setting that asks for them.
+            names_alone: whether each parameter must be one tensor, as it is.
 
         Raises:
-            UserError: they are not.
+            UserError: they cannot.
         """
-        if self.problem:
-            raise UserError(f"{what}: {self.problem}: {advice}")
+        problem = self.problem
+        if names_alone and self.conversions:
+            problem = _otherwise_stored(self.conversions[0].files[0])
+        if problem:
+            raise UserError(f"{what}: {problem}: {advice}")
+
+
+def _otherwise_stored(key: str) -> str:
+    return f"the architecture's files store {key} joined or split, in another form than the model"
 
 
 def _rename(transform: Any) -> Rename:
@@ -116,20 +147,49 @@ def _rename(transform: Any) -> Rename:
     pattern, replacement = transform.compiled_sources.pattern, transform.target_patterns[0]
     if len(transform.source_patterns) == 1:  # several are named groups, and their replacement refers to none
         pattern = pattern.removeprefix("(?P<g0>").removesuffix(")")
-    prefixes = [""]
-    if transform.scope_prefix is not None:
-        scope, base = (f"{part}." if part else "" for part in (transform.scope_prefix, transform.base_model_prefix))
-        prefixes = [base + scope, scope]
-    return Rename(pattern, replacement, tuple(prefixes))
+    return Rename(pattern, replacement, _prefixes(transform))
 
 
-def _problem(parameters: list[str], operations: list[Any], names: FileNames) -> str:
-    """Return what is in the way of names alone."""
+def _prefixes(transform: Any) -> tuple[str, ...]:
+    if transform.scope_prefix is None:
+        return ("",)
+    scope, base = (f"{part}." if part else "" for part in (transform.scope_prefix, transform.base_model_prefix))
+    return base + scope, scope
+
+
+def _conversion(transform: Any) -> Conversion | None:
+    """Return a conversion of transformers as data; None: it does more.
+
+    ``Concatenate`` alone is left out: it says nothing of the widths of what it joins, and those of OLMo Hybrid differ,
+    while transformers writes equal ones. Experts' are equal, as they are multiplied with each other.
+    """
+    operations: list[Any] = list(getattr(transform, "operations", ()))
+    steps = [type(step).__name__ for step in operations]
+    files, parameters = (
+        tuple(re.sub(r"^\^|\\(?=\.)", "", pattern) for pattern in patterns)
+        for patterns in (transform._original_source_patterns, transform._original_target_patterns)
+    )
+    is_literal = all(re.fullmatch(r"[\w.*]+", pattern) for pattern in (*files, *parameters))
+    by_config = any(getattr(step, "num_shards_attribute", None) for step in operations)
+    if not steps or not is_literal or by_config:
+        return None
+    made, first, last = Conversion(files, parameters, prefixes=_prefixes(transform)), operations[0], operations[-1]
+    if steps in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) and first.dim == 0:
+        return dataclasses.replace(made, axis=last.dim)
+    if steps == ["Chunk"]:
+        return dataclasses.replace(made, axis=last.dim)
+    if steps == ["Transpose"] and not last.check_dims:
+        return dataclasses.replace(made, transposed=(last.dim0, last.dim1))
+    return None
+
+
+def _problem(parameters: dict[str, torch.Size], operations: list[Any], names: FileNames) -> str:
+    """Return what is in the way of reading and writing the files one parameter at a time."""
     for operation in operations:
         if any(operation.rename_source_key(name)[1] is not None for name in parameters):
             part = operation.source_patterns[0].replace("\\", "").strip(".^")
-            return f"the architecture's files store {part} joined or split, in another form than the model"
-    for name in parameters:
+            return _otherwise_stored(part)
+    for name in (row.key for own, shape in parameters.items() for row in names.module_keys(own, shape)):
         key = names.file_key(name)
         if names.module_key(key) != name:
             return f"the architecture's files name {name} {key}, which is read as {names.module_key(key)}"
@@ -146,17 +206,20 @@ def file_names_of(model: Any) -> FileNames:
     from transformers.core_model_loading import PrefixChange, WeightRenaming
 
     plain = (WeightRenaming, PrefixChange)
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    parameters = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     reading = get_model_conversion_mapping(model, add_legacy=False)
     # A prefix that only some files have is taken off, and never written.
-    writing = [t.reverse_transform() for t in reversed(reading) if not isinstance(t, PrefixChange)]
+    writing = [t for t in reversed(reading) if not isinstance(t, PrefixChange)]
     for old in get_checkpoint_conversion_mapping("legacy"):
         if any(old.reverse_transform().rename_source_key(name)[1] for name in parameters):
             reading.append(old)
+    converters = {t: _conversion(t) for t in writing if type(t) not in plain}
+    known = [each for each in converters.values() if each is not None]
     names = FileNames(
         to_module=tuple(_rename(transform) for transform in reading if type(transform) in plain),
-        to_file=tuple(_rename(transform) for transform in writing if type(transform) in plain),
+        to_file=tuple(_rename(transform.reverse_transform()) for transform in writing if type(transform) in plain),
         unused=(*_OLD_BUFFERS, *sorted(model._keys_to_ignore_on_load_unexpected or ())),
+        conversions=tuple(each for each in known if any(each.keys(*item) for item in parameters.items())),
     )
-    operations = [transform for transform in writing if type(transform) not in plain]
-    return dataclasses.replace(names, problem=_problem(parameters, operations, names))
+    rest = [transform.reverse_transform() for transform, each in converters.items() if each is None]
+    return dataclasses.replace(names, problem=_problem(parameters, rest, names))

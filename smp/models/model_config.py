@@ -14,9 +14,9 @@ from smp.json_input import read_object
 from smp.models.attention_support import attention_misfit, attention_problem, default_attention
 from smp.models.checked_config import checked_config
 from smp.models.derive import OTHER_SETTINGS
+from smp.models.families import list_presets, load_preset
 from smp.models.family import COMMON_DEFAULTS, Family
 from smp.models.hf_values import apply_settings, differences, new_config, rebuilt, set_positions, value_problems
-from smp.models.preset import list_presets, load_preset
 from smp.models.registry import FAMILIES, MODEL_TYPES, family_of
 from smp.models.weight_files import directory_of, generation_dir_of, refuse_adapter, tokenizer_dir_of, weight_map
 

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from smp.errors import UserError, one_line
-from smp.models import falcon, gpt2, gpt_neox, llama, mistral, plans
 from smp.models.attention_support import check_attention, default_attention
 from smp.models.derive import check_config, derive_family
+from smp.models.families import FAMILIES, TENSOR_PLANS
 from smp.models.family import Family
-from smp.models.tensor_plan import TensorPlan
-
-FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, mistral.FAMILY, gpt_neox.FAMILY)}
 
 _derived: dict[str, Family] = {}  # by config
-
-# model_type -> the tensor-parallel plan of a config, for types of which transformers has none that can be used.
-TENSOR_PLANS: dict[str, Callable[[Any], TensorPlan | None]] = {
-    "bitnet": plans.llama_like,
-    "falcon": falcon.plan,
-    "gpt2": gpt2.plan,
-    "gpt_bigcode": plans.gpt_bigcode,
-    "gpt_neo": plans.gpt_neo,
-    "gptj": plans.gptj,
-    "hunyuan_v1_dense": plans.llama_like,
-    "persimmon": plans.persimmon,
-    "stablelm": plans.llama_like,
-}
 
 # SMP v2's --model_type -> family, or transformers' model type.
 MODEL_TYPES: Mapping[str, str] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -14,14 +15,29 @@ from torch import nn
 from smp.config import Settings
 from smp.delayed_init import values_rule
 from smp.errors import UserError
+from smp.models.file_names import FileNames, Rename
 from smp.models.init_rules import InitRule
 from smp.models.model_config import ModelConfig
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel.adapter_config import WEIGHTS, target_names
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora_config import Config
+from smp.parallel.token_rows import ROWS
 
-PREFIX = "base_model.model."  # of the keys
+# Trained rows are stored as rows by peft, too, though it calls them differences.
+_ROWS_KEY = "token_adapter.trainable_tokens_delta"
+NAMES = FileNames(
+    to_module=(
+        Rename(r"^base_model\.model\.", ""),
+        Rename(r"(\.lora_[AB])\.weight$", r"\1"),
+        Rename(rf"\.{re.escape(_ROWS_KEY)}$", f".{ROWS}"),
+    ),
+    to_file=(
+        Rename(r"^", "base_model.model."),
+        Rename(r"(\.lora_[AB])$", r"\1.weight"),
+        Rename(rf"\.{ROWS}$", f".{_ROWS_KEY}"),
+    ),
+)
 
 
 class GivenAdapter:

@@ -30,7 +30,7 @@ from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel import nf4, trained_beside
 from smp.parallel.adapter import Adapter
 from smp.parallel.adapter_config import ALL_LINEAR, WEIGHTS, other_base
-from smp.parallel.adapter_files import PREFIX, GivenAdapter, config_text
+from smp.parallel.adapter_files import NAMES, GivenAdapter, config_text
 from smp.parallel.linear import is_transposed, product_of, replace_product
 from smp.parallel.lora_config import Config
 from smp.parallel.refusals import require_model
@@ -144,9 +144,9 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
     given = None
     if config.adapter_path is not None:
         given = GivenAdapter(config)
-        given.require({f"{PREFIX}{path}.{name}.weight" for path in layers for name in Adapter.own}, of=".lora_")
+        given.require({NAMES.file_key(f"{path}.{name}") for path in layers for name in Adapter.own}, of=".lora_")
     beside = trained_beside.fields(model, family, config)
-    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: config_text(model, config, settings, layers, beside)})
+    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: config_text(model, config, settings, layers, beside)}, NAMES)
     return Parameters(list(_factors(layers, config, apart, given)), freezes=True)
 
 
@@ -161,9 +161,8 @@ def _factors(
             ("lora_A", (config.lora_rank, inputs), uniform),
             ("lora_B", (outputs, config.lora_rank), InitRule()),
         ):
-            key = f"{PREFIX}{path}.{name}.weight"
-            values = fresh if given is None else given.rule(key, shape)
-            yield AddedParameter(path, name, shape, values, key, apart)
+            values = fresh if given is None else given.rule(NAMES.file_key(f"{path}.{name}"), shape)
+            yield AddedParameter(path, name, shape, values, apart)
 
 
 def _sizes(layer: Any) -> tuple[int, int]:

@@ -15,13 +15,11 @@ from smp.models.added import AddedParameter, Apart
 from smp.models.family import Family
 from smp.models.init_rules import InitRule
 from smp.parallel.adapter_config import WEIGHTS, token_indices
-from smp.parallel.adapter_files import PREFIX, GivenAdapter
+from smp.parallel.adapter_files import NAMES, GivenAdapter
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora_config import Config
 from smp.parallel.technique import Parameters, Setup
 from smp.parallel.token_rows import ROWS, train_rows_of_embedding, train_rows_of_head
-
-ROWS_KEY = "token_adapter.trainable_tokens_delta"  # peft's, though it stores rows and no differences
 
 
 def _is_tied(model: nn.Module, family: Family) -> bool:
@@ -142,9 +140,9 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
     if config.adapter_path is None:
         return found
     given = GivenAdapter(config)
-    given.require({str(each.key) for each in (*found.added, *found.trained)})
+    given.require({each.key for each in (*found.added, *found.trained)})
     added, trained = (
-        [dataclasses.replace(each, initial=given.rule(str(each.key), each.shape)) for each in own]
+        [dataclasses.replace(each, initial=given.rule(each.key, each.shape)) for each in own]
         for own in (found.added, found.trained)
     )
     return Parameters(added, trained=trained)
@@ -155,14 +153,14 @@ def _rows(model: nn.Module, layers: Mapping[str, tuple[int, ...]]) -> Iterator[A
         weight: Any = model.get_submodule(path).weight
         initial = InitRule(rows_of=(f"{path}.weight", ids))
         shape = (len(ids), weight.shape[1])
-        yield AddedParameter(path, ROWS, shape, initial, f"{PREFIX}{path}.{ROWS_KEY}", Apart(WEIGHTS))
+        yield AddedParameter(path, ROWS, shape, initial, Apart(WEIGHTS, names=NAMES))
 
 
 def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[AddedParameter]:
     names = {f"{path}.{name}": tuple(p.shape) for path, m in modules.items() for name, p in m.named_parameters()}
     for path, shape in names.items():
         module, _, name = path.rpartition(".")
-        yield AddedParameter(module, name, shape, key=f"{PREFIX}{path}", apart=Apart(WEIGHTS))
+        yield AddedParameter(module, name, shape, apart=Apart(WEIGHTS, names=NAMES))
 
 
 def apply(model: nn.Module, setup: Setup) -> None:

@@ -32,8 +32,8 @@ from smp.environment import read_launch
 from smp.errors import ConfigError, UserError, a_type
 from smp.faults.config import FaultConfig
 from smp.log import redact
+from smp.models.families import list_presets
 from smp.models.model_config import ModelConfig
-from smp.models.preset import list_presets
 from smp.optim.config import OptimConfig
 from smp.parallel.allocator import AllocatorConfig
 from smp.parallel.lora import Config as LoraConfig

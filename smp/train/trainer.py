@@ -289,6 +289,7 @@ def finish(trainer: Trainer, status: int) -> None:
             tokenizer_dir=Path(tokenizer).expanduser() if tokenizer else job.model.tokenizer_dir,
             generation_dir=job.model.generation_dir,
             chat_template=job.chat_template,
+            weights=job.model.weights,
             progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
         is_adapter = (final / ADAPTER_CONFIG).exists()

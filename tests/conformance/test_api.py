@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 import smp
-from smp.models import llama, registry
+from smp.models import registry
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import build_optimizer
 from smp.parallel import parallelize
@@ -306,7 +306,7 @@ def _new_family():
     """A user's own architecture: Llama's layers under other names."""
     model = build_reference("llama_gqa", torch.float64)
     model.config.model_type = "my_llama"
-    known = dataclasses.asdict(llama.FAMILY)
+    known = dataclasses.asdict(registry.FAMILIES["llama"])
     family = smp.Family(**{**known, "name": "mine", "hf_model_type": "my_llama", "tensor_plan": None})
     smp.init({"tensor_parallel_degree": 2})
     with pytest.raises(smp.UserError, match="'my_llama' is not supported"):

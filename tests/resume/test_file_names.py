@@ -1,8 +1,10 @@
 """Files of derived families, both ways: what Hugging Face writes is read here, and what is written here it reads."""
 
+import dataclasses
 import json
 import pathlib
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from smp.checkpoint.hf_export import export_hf
 from smp.delayed_init import build_on_meta
 from smp.errors import ConfigError, UserError
 from smp.models.checked_config import checked_config
+from smp.models.families import FAMILIES
 from smp.models.file_names import buffers_of, file_names_of
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model, family_of
@@ -216,6 +219,16 @@ def test_a_checkpoint_of_a_derived_model_is_exported_with_its_buffers(tmp_path, 
     for one in (checkpoint, tmp_path / "run" / "final"):
         assert command("diff", one, tmp_path / "out", "--values") == 0
     assert capsys.readouterr().out.count("values: all 31 tensors") == 2
+
+    weights, family = tmp_path / "model" / "model.safetensors", family_of(config_of("apertus"))
+    save_file({**load_file(weights), "vision.scale": torch.tensor(2)}, weights, metadata={"format": "pt"})
+    names = dataclasses.replace(family.file_names, passed=(r"^vision\.",))
+    with mock.patch.dict(FAMILIES, apertus=dataclasses.replace(family, file_names=names)):
+        assert command("export", checkpoint, tmp_path / "passed") == 0
+        assert keys_of(tmp_path / "passed") == {*keys_of(tmp_path / "out"), "vision.scale"}
+        weights.unlink()
+        assert command("export", checkpoint, tmp_path / "without") == 2
+    assert not (tmp_path / "without").exists() and len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_ties_are_those_of_the_model():

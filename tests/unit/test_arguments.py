@@ -16,7 +16,7 @@ from docs import make_tables
 from docs.smp_v2_tables import FLAGS as SMP_V2
 from smp.compat import other_trainers
 from smp.errors import ConfigError, UserError
-from smp.models.preset import list_presets
+from smp.models.families import list_presets
 from smp.parallel.parallelize import settings_of
 from smp.train.arguments import FLAGS, SECTIONS, parse_args
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from smp.errors import ConfigError, UserError
+from smp.models.families import list_presets, preset_path
 from smp.models.model_config import ModelConfig, resolve_model
-from smp.models.preset import list_presets, preset_path
 from smp.models.registry import FAMILIES, build_model, family_of
 from smp.models.twin import count_parameters
 from smp.models.weight_files import find_weights, generation_dir_of, stops_of
