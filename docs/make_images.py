@@ -1,6 +1,7 @@
 """Draw the pictures of README.md and docs/ to docs/images: ``make docs``.
 
-With a file of metrics, such as ``runs/demo/metrics.jsonl``: take the demo's losses from it first.
+With a file of metrics, such as ``runs/demo/metrics.jsonl``: take the demo's losses from it first. With several, such as
+``runs/muon/metrics.jsonl``, one for each of the optimizers that are compared: take theirs, named by their folders.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from smp.mesh import lay_out  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-LOSSES = IMAGES / "demo.jsonl"
+LOSSES, OPTIMIZERS = IMAGES / "demo.jsonl", IMAGES / "optimizers.jsonl"
 H200 = ROOT / "benchmarks" / "results" / "gpu" / "2026-11-28-h200.md"
 BLUE, RED, GREY, DARK = "#2c6fbb", "#d1495b", "#9aa5b1", "#24292f"
 CATEGORIES = {
@@ -51,11 +52,35 @@ STYLE = {
 }
 
 
-def take_losses(metrics: pathlib.Path) -> None:
-    """Keep of a run's metrics what the demo's picture needs."""
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    kept = [{k: round(r[k], 5) for k in ("step", "loss", "val_loss") if k in r} for r in records]
-    LOSSES.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+def take_losses(metrics: list[pathlib.Path]) -> None:
+    """Keep of runs' metrics what their picture needs."""
+    kept = []
+    for file in metrics:
+        name = {} if len(metrics) == 1 else {"run": file.parent.name}
+        for record in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            kept.append(name | {k: round(record[k], 5) for k in ("step", "loss", "val_loss") if k in record})
+    lines = "".join(json.dumps(record) + "\n" for record in kept)
+    (LOSSES if len(metrics) == 1 else OPTIMIZERS).write_text(lines, encoding="utf-8")
+
+
+def optimizers() -> Figure:
+    """Draw the losses of one job by optimizer, as far as they can be told apart, and their differences from AdamW's."""
+    records = [json.loads(line) for line in OPTIMIZERS.read_text(encoding="utf-8").splitlines()]
+    runs = list(dict.fromkeys(record["run"] for record in records))
+    curves = {run: {r["step"]: r["loss"] for r in records if r["run"] == run and "loss" in r} for run in runs}
+    figure = Figure(figsize=(8.4, 2.9), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for run, color in zip(runs, (DARK, BLUE, "#3a8f85", "#e8a33d", RED), strict=False):
+        curve = curves[run]
+        left.plot(list(curve), list(curve.values()), color=color, label=run, lw=1.4)
+        if run != runs[0]:
+            right.plot(list(curve), [loss - curves[runs[0]][step] for step, loss in curve.items()], color=color, lw=1.4)
+    left.set(xlabel="step", ylabel="training loss, nats per token", title="make train's job, by optimizer")
+    right.set(xlabel="step", title=f"difference from {runs[0]}")
+    for axes in (left, right):
+        axes.grid(axis="y", color="#e4e4e4", lw=0.8)
+    left.legend(frameon=False)
+    return figure
 
 
 def demo() -> Figure:
@@ -199,8 +224,8 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
 def main(arguments: list[str]) -> None:
     """Write the pictures."""
     if arguments:
-        take_losses(pathlib.Path(arguments[0]))
-    for draw in (demo, plan, mesh, h200):
+        take_losses([pathlib.Path(argument) for argument in arguments])
+    for draw in (demo, optimizers, plan, mesh, h200):
         with matplotlib.rc_context(STYLE):
             draw().savefig(IMAGES / f"{draw.__name__}.svg", format="svg", metadata={"Date": None}, facecolor="white")
 
