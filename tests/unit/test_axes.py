@@ -19,18 +19,19 @@ from smp.plan.tables import ranking, title_of
 from tests.unit.test_plan_search import found_layouts, plan_of
 
 EP = axes.Axis("ep", "expert_parallel_degree", inside=True, shares=frozenset())
+FOLDED = axes.Axis("ep", "expert_parallel_degree", over=("dp_shard", "tp"))
 
 
 @contextlib.contextmanager
-def listed() -> Iterator[None]:
+def listed(axis: axes.Axis = EP) -> Iterator[None]:
     """The axis is on the list, and its setting, which has been there before it, takes any degree."""
-    field = next(field for field in dataclasses.fields(ParallelConfig) if field.name == EP.flag)
+    field = next(field for field in dataclasses.fields(ParallelConfig) if field.name == axis.flag)
     kept, field.metadata = field.metadata, {**field.metadata, "only": ()}
-    axes.AXES.insert(1, EP)
+    axes.AXES.insert(1, axis)
     try:
         yield
     finally:
-        axes.AXES.remove(EP)
+        axes.AXES.remove(axis)
         field.metadata = kept
 
 
