@@ -1,7 +1,7 @@
 """A made-up technique whose matrices a folded axis splits: a line of ``parallelize.TECHNIQUES``, before ``tensor``.
 
-After each block, the sum of what all its matrices make of a token. A rank has some of them: it gathers the tokens of
-the ranks of the axis, and they add up what theirs make.
+To each block's output is added the sum of what all its matrices make of a token. A rank has some of them: it gathers
+the tokens of the ranks of the axis, and they add up what theirs make.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _all_gathered(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _own_sum(every: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     dist.all_reduce(every := every.clone(), group=group)
-    return every.chunk(group.size())[group.rank()]
+    return every.chunk(group.size())[group.rank()].clone()
 
 
 class _Gather(torch.autograd.Function):
@@ -63,14 +63,10 @@ class Mixture(nn.Module):
 
     group: dist.ProcessGroup | None = None
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        every = hidden.flatten(0, -2)
-        if self.group is not None:
-            every = _Gather.apply(every, self.group)
-        every = torch.stack([torch.tanh(every @ matrix) for matrix in local_tensor(self.weight)]).sum(0)
-        if self.group is not None:
-            every = _Sum.apply(every, self.group)
-        return hidden + every.view_as(hidden)
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        every = tokens if self.group is None else _Gather.apply(tokens, self.group)
+        made = torch.stack([torch.tanh(every @ matrix) for matrix in local_tensor(self.weight)]).sum(0)
+        return made if self.group is None else _Sum.apply(made, self.group)
 
 
 def add_mixtures(blocks: list[Any]) -> None:
@@ -81,7 +77,9 @@ def add_mixtures(blocks: list[Any]) -> None:
 
 
 def _forward(block: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return block.mixture(type(block).forward(block, *args, **kwargs))
+    hidden = type(block).forward(block, *args, **kwargs)
+    # Backward needs what comes after the mixture first, and so computes the block again before the mixture's backward.
+    return hidden + torch.tanh(block.mixture(hidden.flatten(0, -2))).view_as(hidden)
 
 
 def parameters(model: nn.Module, family: Family, settings: Settings) -> Parameters:
