@@ -18,10 +18,10 @@ class Axis:
         flag: the setting of :class:`smp.config.ParallelConfig` with its degree.
         inside: whether its ranks are of one sharding group, and counted in its degree.
         shares: what its ranks have in common: the ``sample``, and the tokens of the ``loss``.
-        over: roles that it is folded over: their ranks are seen a second time, as ``fsdp`` x this axis, of which this
-            has neighbours. An axis that is neither inside nor folded multiplies.
+        over: roles whose ranks it sees a second time, as ``fsdp`` x itself, the latter of neighbours: it is folded over
+            them, such as ``("dp_shard", "tp")``. One that is neither folded nor inside multiplies.
 
-    Source of folding: torchtitan's ``efsdp`` x ``ep`` of the ranks of ``dp_shard`` x ``cp`` x ``tp``.
+    Source of folding: torchtitan's ``efsdp`` x ``ep`` for ``dp_shard`` x ``cp`` x ``tp``.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Axis:
 
     @property
     def multiplies(self) -> bool:
-        """Whether the number of ranks is a multiple of its degree times those of sharding and replication."""
+        """Whether its degree is a factor of the number of ranks beside those of sharding and replication."""
         return not self.inside and not self.over
 
     @property
     def fsdp(self) -> str:
-        """Role, of a folded axis, over whose ranks is sharded what is split along it: ``efsdp`` of ``ep``."""
+        """Role over whose ranks is sharded what a folded axis splits: ``efsdp`` of ``ep``."""
         return f"{self.name.removesuffix('p')}fsdp"
 
 

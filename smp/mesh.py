@@ -59,7 +59,8 @@ class Mesh:
     """Every role of a rank: laid out, without process groups and for a world of any size, or joined.
 
     Attributes:
-        roles: by name: ``dp_replicate``, ``dp_shard``, each of :data:`smp.axes.AXES`, ``data`` and ``loss``.
+        roles: by name: ``dp_replicate``, ``dp_shard``, each of :data:`smp.axes.AXES` (of one that is folded also its
+            ``fsdp``), ``data`` and ``loss``.
         reshard_after_forward: whether gathered parameters are freed between forward and backward.
     """
 
