@@ -71,9 +71,11 @@ def shard_model(
     *units, root = with_views(model, [*units, Unit([model], reshard=False)])
     for unit in (each for outer in (*units, root) for each in (*outer.inside, outer)):  # those inside first
         over, modules = mesh.fsdp_mesh_of(unit.axis), unit.modules
+        group = over.get_group(over.ndim - 1)
+        place = functools.partial(placement, ranks=1 if unit.axis is None else group.size())
         fully_shard(
             modules if len(modules) > 1 else modules[0], mesh=over, reshard_after_forward=unit.reshard,
-            mp_policy=policy, shard_placement_fn=placement, offload_policy=offload,
+            mp_policy=policy, shard_placement_fn=place, offload_policy=offload,
         )  # fmt: skip
         unit.first.set_unshard_in_backward(unit.in_backward)
         for module in cast(list[FSDPModule], modules):
@@ -81,7 +83,6 @@ def shard_model(
             if over.size() > 1:  # a group of one rank would divide by it, into a copy
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            group = over.get_group(over.ndim - 1)
             install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
     _set_prefetch(units, parallel)
     setattr(model, _SUMMED, True)
@@ -103,12 +104,18 @@ def averages_gradients(model: nn.Module) -> bool:
     return any(fsdp_modules(model)) and not getattr(model, _SUMMED, False)
 
 
-def placement(parameter: nn.Parameter) -> Shard | None:
+def placement(parameter: nn.Parameter, ranks: int = 1) -> Shard | None:
     """Return the placement that shards a parameter: None, the first axis, unless tensor parallelism splits it unevenly.
 
     A DTensor that is sharded twice along one axis knows its offsets only if the first sharding is even.
+
+    Args:
+        ranks: that get even shards, of the second axis where they do not divide the first, as of few large matrices.
     """
     if isinstance(parameter, DTensor):
+        rows, *others = parameter.to_local().shape
+        if rows % ranks and others and others[0] % ranks == 0:
+            return Shard(1)
         for placement in parameter.placements:
             if (
                 isinstance(placement, Shard)

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.restore import restore
@@ -21,7 +21,7 @@ from smp.config import LossConfig
 from smp.fsdp.param_group import groups_of
 from smp.parallel import parallelize
 from smp.parallel.parallelize import apply_techniques
-from smp.parallel.sharding import average_gradients, fsdp_modules, reshard, set_gradient_sync
+from smp.parallel.sharding import average_gradients, fsdp_modules, placement, reshard, set_gradient_sync
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import forward, train_step
 from tests import mixture
@@ -157,6 +157,9 @@ def _check_units():
         forward(model, batch, CPU)
     reshard(model)
     assert all(group.is_sharded for group in groups)
+    for shape, axis in (((4, 32), None), ((6, 32), Shard(1)), ((6, 33), None)):
+        split = distribute_tensor(torch.zeros(shape), mesh.view("ep")["ep"], [Shard(0)])
+        assert placement(split, ranks=2) == axis
     model = reference()
     model.model.layers[2].mixture.scale = torch.nn.Parameter(torch.ones(32))
     with pytest.raises(AssertionError, match="splits only some of the parameters of a Mixture"):
