@@ -9,16 +9,16 @@ No other module computes ranks from degrees: :class:`Mesh` has the roles. It kno
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from smp.axes import AXES, divisors, split_degrees
+from smp.axes import AXES, Axis, check_folded, check_inside, check_multiplied, divisors, folds, listed, split_degrees
 from smp.config import AUTO, ParallelConfig, ShardingStrategy
 from smp.errors import UserError
 
@@ -59,13 +59,15 @@ class Mesh:
     """Every role of a rank: laid out, without process groups and for a world of any size, or joined.
 
     Attributes:
-        roles: by name: ``dp_replicate``, ``dp_shard``, each of :data:`smp.axes.AXES`, ``data`` and ``loss``.
+        roles: by name: ``dp_replicate``, ``dp_shard``, each of :data:`smp.axes.AXES` (of one that is folded also its
+            ``fsdp``), ``data`` and ``loss``.
         reshard_after_forward: whether gathered parameters are freed between forward and backward.
     """
 
     roles: Mapping[str, Role]
     reshard_after_forward: bool = True
     _device_mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
+    _views: Mapping[str, DeviceMesh] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     replicas = _role("dp_replicate", "Ranks with the same shard.")
     shard = _role("dp_shard", "Ranks that parameters are sharded over.")
@@ -86,18 +88,24 @@ class Mesh:
     @property
     def degrees(self) -> dict[str, int | bool]:
         """Degrees, as in a checkpoint's manifest."""
-        found = {name: self.degree(name) for name in (*_DATA_PARALLEL, *(axis.name for axis in AXES))}
+        names = (axis.name for axis in AXES if not axis.over or self.degree(axis.name) > 1)
+        found = {name: self.degree(name) for name in (*_DATA_PARALLEL, *names)}
         return {**found, "reshard_after_forward": self.reshard_after_forward}
 
     def __str__(self) -> str:
         inside = ", ".join(f"{a.name} {n}" for a in AXES if a.inside and (n := self.degree(a.name)) > 1)
         words = {name: f"{name} {size}" for name, size in self._torch_sizes().items()}
         words["dp_shard"] += f" ({inside} inside)" if inside else ""
-        return " x ".join(words.values())
+        views = (f", as {a.fsdp} {self.degree(a.fsdp)} x {a.name} {self.degree(a.name)}" for a in self._folded)
+        return " x ".join(words.values()) + "".join(views)
+
+    @property
+    def _folded(self) -> list[Axis]:
+        return [axis for axis in AXES if axis.over and self.degree(axis.name) > 1]
 
     def _torch_sizes(self) -> dict[str, int]:
-        """Return the sizes of torch's device mesh, by name: without the axes that are inside ``dp_shard``."""
-        names = (*_DATA_PARALLEL, *(axis.name for axis in AXES if not axis.inside))
+        """Return the sizes of torch's device mesh, by name: of the axes those that multiply."""
+        names = (*_DATA_PARALLEL, *(axis.name for axis in AXES if axis.multiplies))
         return {name: self.degree(name) for name in names}
 
     def join(self, device_type: str) -> Mesh:
@@ -121,27 +129,45 @@ class Mesh:
         elif self.loss.size == self.replicas.size * self.shard.size:
             groups["loss"] = device_mesh[_DATA_PARALLEL]._flatten("data").get_group()
         groups["data"] = groups.get("loss") if self.data.size == self.loss.size else None
-        for name in (*(axis.name for axis in AXES if self.degree(axis.name) > 1), "loss", "data"):
+        for name in (*(axis.name for axis in AXES if not axis.over and self.degree(axis.name) > 1), "loss", "data"):
             if groups.get(name) is None:
                 groups[name], _ = dist.new_subgroups_by_enumeration(self._ranks_of_groups(name))
+        views = {axis.name: self._join_view(axis, groups, device_type) for axis in self._folded}
         made = {id(group): group for group in groups.values() if group is not dist.group.WORLD}
         keep_timeout(list(made.values()), device_type)
-        here = _lay_out(self._sizes(), rank=dist.get_rank())
+        here = _lay_out(self._sizes() | self._axis_degrees(), rank=dist.get_rank())
         roles = {name: dataclasses.replace(role, _group=groups.get(name)) for name, role in here.items()}
-        return dataclasses.replace(self, roles=roles, _device_mesh=device_mesh)
+        return dataclasses.replace(self, roles=roles, _device_mesh=device_mesh, _views=views)
+
+    def _join_view(self, axis: Axis, groups: dict[str, Any], device_type: str) -> DeviceMesh:
+        """Create the device mesh with a folded axis, whose groups are added to ``groups``; collective."""
+        for name in (axis.fsdp, axis.name):
+            ranks = sorted(self._ranks_of_groups(name))
+            # The same ranks have one group: clipping orders its sums by strides and sizes of groups, which two of the
+            # same ranks share, and the order must be the same on every rank. It also saves a communicator.
+            same = next((each for each in groups if sorted(self._ranks_of_groups(each)) == ranks), None)
+            groups[name] = groups[same] if same else dist.new_subgroups_by_enumeration(ranks)[0]
+        sizes = {name: size for name, size in self._sizes().items() if name not in _dimensions(axis.name)}
+        sizes |= {name: self.degree(name) for name in (axis.fsdp, axis.name)}
+        ranks_of_all = torch.tensor(self._ranks_of_groups(axis.name)).view(*sizes.values())
+        found = [groups[name] for name in sizes]
+        return DeviceMesh.from_group(found, device_type, ranks_of_all, mesh_dim_names=tuple(sizes))
 
     def _sizes(self) -> dict[str, int]:
         """Return the sizes of the dimensions of the ranks, the slowest first; of ``dp_shard`` what no axis has."""
         inside = math.prod(self.degree(axis.name) for axis in AXES if axis.inside)
         shard = {"dp_replicate": self.replicas.size, "dp_shard": self.shard.size // inside}
-        return shard | {axis.name: self.degree(axis.name) for axis in AXES}
+        return shard | {axis.name: self.degree(axis.name) for axis in AXES if not axis.over}
 
     def _ranks_of_groups(self, name: str) -> list[list[int]]:
         """Return the ranks of every group of a role."""
         sizes, along = self._sizes(), _dimensions(name)
         ranks = torch.arange(self.world_size).view(*sizes.values())
         order = [*(n for n in sizes if n not in along), *along]
-        return ranks.permute([list(sizes).index(n) for n in order]).reshape(-1, self.degree(name)).tolist()
+        ranks = ranks.permute([list(sizes).index(n) for n in order])
+        if (folded := _folded_axis(name)) is not None and name == folded.fsdp:
+            ranks = ranks.reshape(-1, self.degree(name), self.degree(folded.name)).mT
+        return ranks.reshape(-1, self.degree(name)).tolist()
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -150,10 +176,23 @@ class Mesh:
             raise RuntimeError("a mesh that is laid out has no device mesh: call join() where a group runs")
         return self._device_mesh
 
+    def view(self, axis: str) -> DeviceMesh:
+        """Return the device mesh with a folded axis of a degree above 1: such as (dp_replicate, efsdp, ep)."""
+        return self._views[axis]
+
+    def fsdp_mesh_of(self, axis: str | None) -> DeviceMesh:
+        """Return the mesh for ``fully_shard`` of what is split along a folded axis; None: of everything else.
+
+        It is 1-D when nothing is replicated, else (dp_replicate, dp_shard), of a folded axis (dp_replicate, efsdp).
+        """
+        mesh = self.device_mesh if axis is None else self.view(axis)
+        shard = "dp_shard" if axis is None else mesh.mesh_dim_names[-2]  # type: ignore[index]
+        return mesh[shard] if self.replicas.size == 1 else mesh["dp_replicate", shard]
+
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for ``fully_shard``: 1-D when nothing is replicated, else (dp_replicate, dp_shard)."""
-        return self.device_mesh["dp_shard"] if self.replicas.size == 1 else self.device_mesh[_DATA_PARALLEL]
+        """The mesh for ``fully_shard`` of what no folded axis splits."""
+        return self.fsdp_mesh_of(None)
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -183,8 +222,10 @@ class Mesh:
     def fully_sharded(self, *, data: int | None = None) -> Mesh:
         """Return the layout that shards over all ranks of ``data`` data ranks, or of as many as there are."""
         shard = (data or self.data.size) * (self.loss.size // self.data.size)
-        inside = math.prod(self.degree(axis.name) for axis in AXES if axis.inside)
-        return self._changed(1, -(-shard // inside) * inside)
+        degrees = self._axis_degrees()
+        _, inside = split_degrees(degrees)
+        legal = (n for n in itertools.count(-(-shard // inside) * inside, inside) if folds(n, degrees))
+        return lay_out(1, next(legal), **degrees, reshard_after_forward=True)
 
     def with_degree(self, name: str, degree: int) -> Mesh | None:
         """Return the layout of as many ranks with another degree of an axis, or None.
@@ -192,8 +233,9 @@ class Mesh:
         The ranks of one that multiplies are taken from sharding, or else from replicas.
         """
         axis, replicas, shard = next(each for each in AXES if each.name == name), self.replicas.size, self.shard.size
-        inside = math.prod(degree if a == axis else self.degree(a.name) for a in AXES if a.inside)
-        if not axis.inside:
+        degrees = {**self._axis_degrees(), name: degree}
+        _, inside = split_degrees(degrees)
+        if axis.multiplies:
             before = self.degree(name)
             if shard * before % (degree * inside) == 0:
                 shard = shard * before // degree
@@ -201,16 +243,12 @@ class Mesh:
                 replicas = replicas * before // degree
             else:
                 return None
-        if shard % inside:
+        if shard % inside or not folds(shard, degrees):
             return None
-        return self._changed(replicas, shard, {name: degree}, reshard_after_forward=self.reshard_after_forward)
+        return lay_out(replicas, shard, **degrees, reshard_after_forward=self.reshard_after_forward)
 
-    def _changed(
-        self, replicas: int, shard: int, degrees: Mapping[str, int] = MappingProxyType({}), *,
-        reshard_after_forward: bool = True,
-    ) -> Mesh:  # fmt: skip
-        all_degrees = {axis.name: degrees.get(axis.name, self.degree(axis.name)) for axis in AXES}
-        return lay_out(replicas, shard, **all_degrees, reshard_after_forward=reshard_after_forward)
+    def _axis_degrees(self) -> dict[str, int]:
+        return {axis.name: self.degree(axis.name) for axis in AXES}
 
 
 def _dimensions(name: str) -> list[str]:
@@ -219,20 +257,30 @@ def _dimensions(name: str) -> list[str]:
         return ["dp_shard", *(axis.name for axis in AXES if axis.inside)]
     if name in ("data", "loss"):
         shared = "sample" if name == "data" else "loss"
-        return [*_DATA_PARALLEL, *(axis.name for axis in AXES if shared not in axis.shares)]
+        return [*_DATA_PARALLEL, *(axis.name for axis in AXES if not axis.over and shared not in axis.shares)]
+    if (folded := _folded_axis(name)) is not None:
+        return [dimension for role in folded.over for dimension in _dimensions(role)]
     return [name]
 
 
-def _lay_out(sizes: Mapping[str, int], rank: int) -> dict[str, Role]:
-    """Return the roles of ``rank``, by name."""
-    coordinates = {}
+def _folded_axis(name: str) -> Axis | None:
+    """Return the folded axis in whose view a role is; None: it is none of a view."""
+    return next((axis for axis in AXES if axis.over and name in (axis.name, axis.fsdp)), None)
+
+
+def _lay_out(degrees: Mapping[str, int], rank: int) -> dict[str, Role]:
+    """Return the roles of ``rank``, by name; ``degrees`` are of the dimensions, and of the axes that are folded."""
+    sizes = {name: size for name, size in degrees.items() if _folded_axis(name) is None}
+    coordinates, roles = {}, {}
     for name in reversed([*sizes]):
         rank, coordinates[name] = divmod(rank, sizes[name])
-    roles = {}
-    for role in (*sizes, "data", "loss"):
+    for role in (*degrees, "data", "loss"):
         size = own = 0
         for index, name in enumerate(_dimensions(role)):
             size, own = (size if index else 1) * sizes[name], own * sizes[name] + coordinates[name]
+        if (folded := _folded_axis(role)) is not None:
+            roles[folded.fsdp] = Role(size // degrees[role], own // degrees[role])
+            size, own = degrees[role], own % degrees[role]
         roles[role] = Role(size, own)
     return roles
 
@@ -259,10 +307,6 @@ def lay_out(
     return Mesh(_lay_out(sizes | {axis.name: given.get(axis.name, 1) for axis in AXES}, rank), reshard_after_forward)
 
 
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 def sharding_choices(
     *, world_size: int, local_world_size: int, keep_gathered: bool = False, **degrees: int
 ) -> list[Mesh]:
@@ -273,7 +317,7 @@ def sharding_choices(
     """
     multiplied, counted = split_degrees(degrees)
     ranks, inside = world_size // multiplied, max(1, local_world_size // multiplied)
-    shards = (d for d in divisors(ranks, of=counted) if inside % d == 0 or d % inside == 0)
+    shards = (d for d in divisors(ranks, of=counted) if (inside % d == 0 or d % inside == 0) and folds(d, degrees))
     return [lay_out(ranks // d, d, **degrees, reshard_after_forward=d > 1 and not keep_gathered) for d in shards]
 
 
@@ -313,15 +357,9 @@ def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size:
     Raises:
         UserError: a degree does not divide the ranks that it is of.
     """
-    degree, degrees, ranks = parallel.hybrid_shard_degree, degrees_of(parallel), world_size
+    degree, degrees = parallel.hybrid_shard_degree, degrees_of(parallel)
     strategy = choose_strategy(parallel, world_size=world_size, local_world_size=local_world_size)
-    for axis in AXES:
-        if not axis.inside and ranks % degrees[axis.name]:
-            raise UserError(
-                f"--{axis.flag} {degrees[axis.name]} does not divide the {ranks} processes: choose one of "
-                f"{_listed(divisors(ranks))}"
-            )
-        ranks //= 1 if axis.inside else degrees[axis.name]
+    ranks = check_multiplied(degrees, world_size)
     if degree > 0:
         shard = degree
     elif strategy == "no_shard":
@@ -334,30 +372,12 @@ def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size:
     if ranks % shard:
         raise UserError(
             f"{name} does not divide the {ranks} data-parallel processes: choose --hybrid_shard_degree from "
-            f"{_listed(divisors(ranks))}"
+            f"{listed(divisors(ranks))}"
         )
-    _check_inside(degrees, shard, ranks, can_choose=strategy != "no_shard")
+    for check in (check_inside, check_folded):
+        check(degrees, shard, ranks, can_choose=strategy != "no_shard")
     keeps_gathered = strategy in ("shard_grad_op", "_hybrid_shard_zero2") or shard == 1
     return lay_out(ranks // shard, shard, **degrees, rank=rank, reshard_after_forward=not keeps_gathered)
-
-
-def _check_inside(degrees: Mapping[str, int], shard: int, ranks: int, *, can_choose: bool) -> None:
-    """Refuse degrees of axes that do not divide the sharding degree in which their ranks are counted."""
-    left, taken = shard, 1
-    for axis in AXES:
-        degree = degrees[axis.name] if axis.inside else 1
-        taken *= degree
-        if left % degree:
-            legal = divisors(ranks, of=taken)
-            choice = f"choose --hybrid_shard_degree from {_listed(legal)}, or " if legal else ""
-            if not can_choose:
-                choice = "choose another --sharding_strategy, or "
-            kind = axis.flag.removesuffix("_degree").replace("_", "-")
-            raise UserError(
-                f"--{axis.flag} {degree} does not divide the sharding degree of {left}, in which its ranks are "
-                f"counted: {choice}choose a {kind} degree from {_listed(divisors(left))}"
-            )
-        left //= degree
 
 
 def served_device_type() -> str:

@@ -150,6 +150,7 @@ class Layout:
     shared: bool = True
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     exchange: str = "auto"
     balanced: bool = True
     sequence: bool = True
@@ -181,6 +182,7 @@ class Layout:
             auto_wrap_policy=self.wrap,  # type: ignore[arg-type]
             tensor_parallel_degree=self.tp,
             context_parallel_degree=self.cp,
+            expert_parallel_degree=self.ep,
             cp_comm_type=self.exchange,  # type: ignore[arg-type]
             cp_load_balance=self.balanced,
             sequence_parallel=self.sequence,
@@ -194,6 +196,7 @@ class Layout:
             hybrid_shard_degree=self.degree,
             tensor_parallel_degree=self.tp,
             context_parallel_degree=self.cp,
+            expert_parallel_degree=self.ep,
         )
         return _joined(parallel, dist.group.WORLD)
 

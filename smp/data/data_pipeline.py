@@ -23,7 +23,7 @@ from smp.data.config import DataConfig, Split
 from smp.data.convert import end_with_parent, worker_context
 from smp.data.documents import tell_documents
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
-from smp.data.sampler import PADDING, samples_at, step_positions
+from smp.data.sampler import PADDING, step_positions
 from smp.data.samples import Choice, HeldOut, PackedSamples
 from smp.data.source import find_split, open_rows
 from smp.data.synthetic import SyntheticRows
@@ -116,7 +116,7 @@ class _Order:
 
     step: list[np.ndarray]
     global_batch_size: int
-    samples: int
+    source: RowSource
     seed: int
     shuffle: bool
     start: int
@@ -129,9 +129,8 @@ class _Order:
         while True:
             block = np.where(mine == PADDING, PADDING, start + ahead[:, None] + mine)
             found = np.full(block.shape, PADDING)
-            found[block != PADDING] = samples_at(
-                block[block != PADDING], self.samples, seed=self.seed, shuffle=self.shuffle
-            )
+            real = block != PADDING
+            found[real] = self.source.samples_at(block[real], seed=self.seed, shuffle=self.shuffle)
             edges = np.cumsum([0, *map(len, self.step)]).tolist()
             for positions, samples in zip(block, found, strict=True):
                 for begin, end in itertools.pairwise(edges):
@@ -227,7 +226,8 @@ class DataPipeline:
 
     def _loader(self, step: list[np.ndarray]) -> DataLoader:
         batch, workers = self._batch, self._workers
-        order = _Order(step, batch.global_batch_size, self.samples_per_epoch, batch.seed, self._shuffle, self._start)
+        source = self._microbatches.source
+        order = _Order(step, batch.global_batch_size, source, batch.seed, self._shuffle, self._start)
         return DataLoader(
             self._microbatches,
             sampler=order,  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from smp.data.sampler import samples_at
 from smp.data.token_cache import IGNORED, Columns, digest_of
 from smp.errors import UserError
 from smp.microbatch import Microbatch
@@ -33,7 +34,7 @@ class Row(NamedTuple):
 
 
 class RowSource(Protocol):
-    """Rows by number.
+    """Rows by number, and their order; sources inherit from it.
 
     Attributes:
         fingerprint: changes with the names, sizes and order of their files, and with their cutting.
@@ -49,8 +50,15 @@ class RowSource(Protocol):
     def rows(self, indices: np.ndarray) -> list[Row]:
         """Return the rows of the given numbers, (k,) int64."""
 
+    def samples_at(self, positions: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
+        """Return the number of the row at each stream position; unless overridden, each epoch has every row once.
 
-class WindowRows:
+        Arguments: as of :func:`smp.data.sampler.samples_at`, of which the result must be as pure a function.
+        """
+        return samples_at(positions, len(self), seed=seed, shuffle=shuffle)
+
+
+class WindowRows(RowSource):
     """Stored rows, each cut into windows of at most ``sequence_length`` tokens; no token is left out.
 
     Args:
@@ -116,7 +124,7 @@ class WindowRows:
         )
 
 
-class PackedRows:
+class PackedRows(RowSource):
     """All tokens of all files concatenated, cut every ``sequence_length``; the last row may be shorter."""
 
     def __init__(self, stores: Sequence[Columns], sequence_length: int, fingerprint: str):

@@ -46,7 +46,7 @@ class Choice:
         return np.sort(order[:held_out] if self.validation else order[held_out:])
 
 
-class HeldOut:
+class HeldOut(RowSource):
     """The sequences of rows of ids or of packed text that are trained on, or those that are kept for validation.
 
     Raises:
@@ -71,7 +71,7 @@ class HeldOut:
         return self._source.rows(self._numbers[indices])
 
 
-class PackedSamples:
+class PackedSamples(RowSource):
     """Samples packed by best fit, without those of which no token is trained on.
 
     Args:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from smp.data.packing import Row
+from smp.data.packing import Row, RowSource
 from smp.data.sampler import mix64
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step
 
 
-class SyntheticRows:
+class SyntheticRows(RowSource):
     """Rows of uniform random tokens; each is a pure function of (seed, stream, index, position in the row).
 
     Args:

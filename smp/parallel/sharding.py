@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from smp.optim.config import OptimConfig
 from smp.optim.optimizers import state_bytes
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup, model_blocks
+from smp.parallel.units import Unit, size_based_units, transformer_units, with_views
 
 Config = ParallelConfig
 T = TypeVar("T")
@@ -33,49 +34,6 @@ T = TypeVar("T")
 # FSDP1's size_based_auto_wrap_policy used this default.
 MIN_UNIT_PARAMETERS = 100_000_000
 _SUMMED = "_smp_gradients_are_summed"  # attribute of a model
-
-
-class Unit(NamedTuple):
-    """Modules whose parameters are gathered together."""
-
-    modules: list[nn.Module]
-    reshard: bool  # whether the gathered parameters are freed between forward and backward
-    in_backward: bool = True  # whether backward reads the parameters at all
-
-
-def transformer_units(
-    *, embedding: nn.Module, blocks: list[nn.Module], final: list[nn.Module], tied: bool, reshard: bool
-) -> list[Unit]:
-    """List the units of a transformer, in the order of the forward: embedding, each block, (final norm, head).
-
-    The last unit is used first by backward, so it is not freed in between. The embedding is freed at any strategy, and
-    not gathered again: the gradient of a look-up needs no weights. A tied head is in one unit with the embedding: two
-    units would own and gather the weight twice.
-    """
-    middle = [Unit([block], reshard) for block in blocks]
-    if tied:
-        return [*middle, Unit([embedding, *final], reshard=False)]
-    return [Unit([embedding], reshard=True, in_backward=False), *middle, Unit(final, reshard=False)]
-
-
-def size_based_units(parts: Iterable[nn.Module], *, reshard: bool, minimum: int) -> list[Unit]:
-    """Apply FSDP1's size-based policy: every smallest subtree with at least ``minimum`` parameters is a unit.
-
-    Containers that are only iterated over, never called, cannot be units. ``parts`` must not contain one of two modules
-    that share a weight: a unit with only one of them would untie them.
-    """
-    units: list[Unit] = []
-
-    def visit(module: nn.Module) -> int:
-        free = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
-        if free < minimum or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            return free
-        units.append(Unit([module], reshard))
-        return 0
-
-    for part in parts:
-        visit(part)
-    return units
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -112,21 +70,23 @@ def shard_model(
     )
     # Memory is pinned for copies to a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    shard = functools.partial(
-        fully_shard, mesh=mesh.fsdp_mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload
-    )
-    for unit in units:
-        shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], reshard_after_forward=unit.reshard)
-        cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(unit.in_backward)
-    shard(model, reshard_after_forward=False)
-    for module in fsdp_modules(model):
-        # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
-        if mesh.loss.size > 1:  # a group of one rank would divide by it, into a copy
-            module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        group = mesh.device_mesh.get_group("dp_shard")
-        install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
-    _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
+    *units, root = with_views(model, [*units, Unit([model], reshard=False)])
+    for unit in (each for outer in (*units, root) for each in (*outer.inside, outer)):  # those inside first
+        over, modules = mesh.fsdp_mesh_of(unit.axis), unit.modules
+        group = over.get_group(over.ndim - 1)
+        place = functools.partial(placement, ranks=1 if unit.axis is None else group.size())
+        fully_shard(
+            modules if len(modules) > 1 else modules[0], mesh=over, reshard_after_forward=unit.reshard,
+            mp_policy=policy, shard_placement_fn=place, offload_policy=offload,
+        )  # fmt: skip
+        unit.first.set_unshard_in_backward(unit.in_backward)
+        for module in cast(list[FSDPModule], modules):
+            # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
+            if over.size() > 1:  # a group of one rank would divide by it, into a copy
+                module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
+    _set_prefetch(units, parallel)
     setattr(model, _SUMMED, True)
     return model
 
@@ -146,12 +106,18 @@ def averages_gradients(model: nn.Module) -> bool:
     return any(fsdp_modules(model)) and not getattr(model, _SUMMED, False)
 
 
-def placement(parameter: nn.Parameter) -> Shard | None:
+def placement(parameter: nn.Parameter, ranks: int = 1) -> Shard | None:
     """Return the placement that shards a parameter: None, the first axis, unless tensor parallelism splits it unevenly.
 
     A DTensor that is sharded twice along one axis knows its offsets only if the first sharding is even.
+
+    Args:
+        ranks: that get even shards, of the second axis where they do not divide the first, as of few large matrices.
     """
     if isinstance(parameter, DTensor):
+        rows, *others = parameter.to_local().shape
+        if rows % ranks and others and others[0] % ranks == 0:
+            return Shard(1)
         for placement in parameter.placements:
             if (
                 isinstance(placement, Shard)
@@ -195,14 +161,16 @@ def _outside_inference_mode(function: Callable[..., T]) -> Callable[..., T]:
     return called
 
 
-def _set_prefetch(units: list[FSDPModule], parallel: ParallelConfig) -> None:
+def _set_prefetch(units: list[Unit], parallel: ParallelConfig) -> None:
     if parallel.forward_prefetch:
-        for unit, following in itertools.pairwise(units):
-            unit.set_modules_to_forward_prefetch([following])
+        for unit, following in itertools.zip_longest(units, units[1:]):
+            # By the outer unit: recomputation runs the forward of those inside, which would gather the next block.
+            ahead = [each.first for each in (*unit.inside, following) if each]
+            unit.first.set_modules_to_forward_prefetch(ahead)
     if parallel.backward_fetch_policy == "backward_post":
-        for unit in units:
+        for unit in (each for outer in units for each in (outer, *outer.inside)):
             # An explicit list replaces the default (the unit before this one); itself is gathered already: no prefetch.
-            unit.set_modules_to_backward_prefetch([unit])
+            unit.first.set_modules_to_backward_prefetch([unit.first])
 
 
 def reshard(model: nn.Module) -> None:

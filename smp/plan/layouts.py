@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp.axes import AXES, divisors, fit_together, split_degrees
+from smp.axes import AXES, divisors, fit_together, folds, split_degrees
 from smp.config import AUTO, ActivationConfig, ParallelConfig
 from smp.memory.advice import OFFLOADING, RECOMPUTATION
 from smp.memory.shape import Workload, workload
@@ -88,7 +88,7 @@ def layouts(
         meshes = legal_meshes(resolved, settings, given, world=world, local=local, degrees=degrees)
         suited = [mesh for mesh in meshes if not find_problems(table, mesh, asked.settings[OptimConfig])]
         for mesh, saved in itertools.product(suited, saving):
-            split = {a.flag: degrees[a.name] for a in reversed(AXES) if not a.inside or degrees[a.name] > 1}
+            split = {a.flag: degrees[a.name] for a in reversed(AXES) if a.multiplies or degrees[a.name] > 1}
             chosen = {**split, "hybrid_shard_degree": mesh.shard.size, **saved}
             flags = {name: value for name, value in chosen.items() if name not in given}
             one = asked.changed(**flags)
@@ -136,11 +136,11 @@ def legal_meshes(
     keeps = strategy == "_hybrid_shard_zero2"
     if "hybrid_shard_degree" in given:
         multiplied, _ = split_degrees(degrees)
-        fits_another = any(not a.inside and a.flag not in given for a in AXES) and chosen > 0 and world % chosen == 0
-        if fits_another and world // multiplied % chosen:
+        fits_another = any(a.multiplies and a.flag not in given for a in AXES) and chosen > 0 and world % chosen == 0
+        if fits_another and (world // multiplied % chosen or not folds(chosen, degrees)):
             return
         # A degree that was given is refused with its sentence where it does not fit; others are left out.
-        asked: dict[str, Any] = {a.flag: degrees[a.name] for a in AXES if not a.inside or a.flag in given}
+        asked: dict[str, Any] = {a.flag: degrees[a.name] for a in AXES if a.multiplies or a.flag in given}
         parallel = ParallelConfig(sharding_strategy=strategy, hybrid_shard_degree=chosen, **asked)
         mesh: Mesh | None = resolve_mesh(parallel, world_size=world, local_world_size=local)
         for axis in AXES:

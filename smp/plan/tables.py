@@ -117,12 +117,14 @@ def title_of(layout: Layout) -> str:
     found = parts(layout)
     replicas = layout.mesh.replicas.size
     copies = f" x {replicas} replicas" if replicas > 1 else ""
-    inside = ", ".join(found[axis.name] for axis in AXES if axis.inside and layout.mesh.degree(axis.name) > 1)
-    split = f" ({inside} inside)" if inside else ""
-    multiplied = " x ".join(found[axis.name] for axis in AXES if not axis.inside)
+    split = [axis for axis in AXES if not axis.multiplies and layout.mesh.degree(axis.name) > 1]
+    inside = ", ".join(found[axis.name] for axis in split if axis.inside)
+    folded = ", ".join(found[axis.name] for axis in split if axis.over)
+    inside, folded = f" ({inside} inside)" if inside else "", f" ({folded} folded)" if folded else ""
+    multiplied = " x ".join(found[axis.name] for axis in AXES if axis.multiplies)
     offloaded = ", offloaded" if found["offloading"] == "offloaded" else ""
     return (
-        f"{found['shard']}{split}{copies} x {multiplied}, {found['batch']} x {layout.work.accumulation}, "
+        f"{found['shard']}{inside}{copies} x {multiplied}{folded}, {found['batch']} x {layout.work.accumulation}, "
         f"{found['recomputation']}{offloaded}"
     )
 
@@ -135,7 +137,7 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         width: columns of the terminal.
     """
     shown = found.plans[:top]
-    axes = [a for a in reversed(AXES) if not a.inside or any(each.mesh.degree(a.name) > 1 for each, _ in shown)]
+    axes = [a for a in reversed(AXES) if a.multiplies or any(each.mesh.degree(a.name) > 1 for each, _ in shown)]
     if shown:
         yield "the fastest that fit"
         head = ("batch", "recompute", "step", "tok/s each", "alloc. GiB", "resv. GiB")

@@ -16,7 +16,9 @@ import torch
 from torch.utils.data import Dataset
 
 from smp.data.convert import LONGEST_TMPDIR
-from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
+from smp.data.data_pipeline import BatchShape, DataConfig, DataPipeline, create_data_pipeline
+from smp.data.packing import Collator, Row, RowSource
+from smp.data.synthetic import SyntheticRows
 from smp.errors import ConfigError, RunError, UserError
 from smp.train.arguments import parse_args
 from tests.clock import HANG_SECONDS, wait_until
@@ -77,6 +79,46 @@ def test_resuming_with_another_batch_size_continues_the_stream(config):
     assert list(itertools.chain(*take(config, 3, batch=6), *take(config, 4, batch=4, start=18))) == whole[:34]
 
 
+class _Mixed(RowSource):
+    """Two rows of one source, then one of another, each in an order of its own."""
+
+    fingerprint = digest = "mixed"
+
+    def __init__(self, one, two):
+        self.one, self.two = one, two
+
+    def __len__(self):
+        return 30
+
+    def samples_at(self, positions, *, seed, shuffle):
+        third, rest = positions // 3, positions % 3
+        ones = self.one.samples_at(2 * third + np.minimum(rest, 1), seed=seed, shuffle=shuffle)
+        twos = len(self.one) + self.two.samples_at(third, seed=seed, shuffle=shuffle)
+        return np.where(rest == 2, twos, ones)
+
+    def rows(self, indices):
+        return [Row(np.full(WIDTH, index)) for index in indices]
+
+
+@pytest.mark.parametrize("start", [0, 25])
+def test_a_source_has_an_order_of_its_own(start):
+    one, two = (SyntheticRows(n, WIDTH, vocab_size=64, seed=0, stream="train") for n in (20, 10))
+    expected = _Mixed(one, two).samples_at(np.arange(start, start + 40), seed=3, shuffle=True)
+    assert (np.flatnonzero(expected >= 20) % 3 == (2 - start) % 3).all()
+    for size in (1, 2):
+        found = [[] for _ in range(8)]
+        for rank in range(size):
+            collate = Collator(sequence_length=WIDTH, pad_token_id=0)
+            pipeline = DataPipeline(
+                _Mixed(one, two), collate, shape(batch=5, rank=rank, size=size), shuffle=True, workers=0
+            )
+            pipeline.seek(start)
+            for step, mine in zip(found, pipeline, strict=False):
+                for micro in mine.microbatches:
+                    step += micro["input_ids"][micro["sample_ids"] >= 0, 0].tolist()
+        assert [*itertools.chain(*found)] == expected.tolist()
+
+
 @pytest.mark.full
 def test_workers_change_nothing(config, tmp_path, monkeypatch):
     """Also where the path of a socket in TMPDIR would be too long."""
@@ -89,6 +131,8 @@ def test_workers_change_nothing(config, tmp_path, monkeypatch):
 
 class NotShared(Dataset):
     """Batches for which there is no shared memory."""
+
+    source = SyntheticRows(9, WIDTH, vocab_size=64, seed=0, stream="train")
 
     def __getitem__(self, index):
         return self
