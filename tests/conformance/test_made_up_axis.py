@@ -19,10 +19,11 @@ from smp.checkpoint.restore import restore
 from smp.checkpoint.state import alike
 from smp.config import LossConfig
 from smp.fsdp.param_group import groups_of
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from smp.parallel import parallelize
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.sharding import average_gradients, fsdp_modules, placement, reshard, set_gradient_sync
-from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import forward, train_step
 from tests import mixture
 from tests.distributed import run_distributed
