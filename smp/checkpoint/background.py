@@ -24,8 +24,8 @@ from smp.checkpoint.outcome import attempt
 from smp.checkpoint.safetensors_io import Piece
 from smp.checkpoint.shards import Snapshot
 from smp.checkpoint.writer import write_part
-from smp.comm.report import readable
 from smp.errors import RunError, UserError
+from smp.units import readable
 
 _ALIGNMENT = 512  # of a tensor in page-locked memory
 _PORTABLE = 1  # cudaHostRegisterPortable

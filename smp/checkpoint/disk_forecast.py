@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.layout import disk_free, nearest_existing
 from smp.checkpoint.safetensors_io import reason
-from smp.comm.report import readable
 from smp.errors import UserError
 from smp.models.added import left_out
+from smp.units import readable
 
 # AdamW's two moments are stored beside each trained parameter, in its dtype.
 COPIES = 3

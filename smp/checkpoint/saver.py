@@ -22,9 +22,9 @@ from smp.checkpoint.layout import TEMPORARY, clean, find_checkpoints, quick_prob
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.mirror import Mirror
 from smp.checkpoint.storage import Storage
-from smp.comm.report import readable
 from smp.errors import RunError, UserError
 from smp.log import get_logger
+from smp.units import readable
 
 logger = get_logger("train")
 

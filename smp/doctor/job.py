@@ -6,9 +6,10 @@ import dataclasses
 
 from smp.doctor.check import CheckContext
 from smp.errors import ConfigError
-from smp.memory.estimate import GIB, estimate_memory
+from smp.memory.estimate import estimate_memory
 from smp.memory.limits import available_memory
 from smp.train.checked_job import batch_of_flags, check_job, refuse_too_large, sizes
+from smp.units import GIB
 
 PLAN_SHARE = 5.0  # of --timeout: data may have to be converted
 

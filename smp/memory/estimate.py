@@ -14,8 +14,7 @@ from smp.memory.shape import ModelShape, Moment, Workload, block_bytes
 from smp.mesh import Mesh
 from smp.parallel import parallelize
 from smp.parallel.technique import member
-
-GIB = 1024**3
+from smp.units import GIB
 
 # On a GPU, of what the caching allocator reserves for a step's tensors, the part that they fill.
 _FILLED = 0.92

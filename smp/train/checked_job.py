@@ -17,7 +17,7 @@ from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipelin
 from smp.data.template import given_template
 from smp.errors import ConfigError, Problems, UserError
 from smp.memory.advice import Change, changes_that_help
-from smp.memory.estimate import GIB, peak_bytes, processes_that_fit
+from smp.memory.estimate import peak_bytes, processes_that_fit
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import available_memory
 from smp.memory.shape import ModelShape, Workload, workload
@@ -42,6 +42,7 @@ from smp.train.elsewhere import (
     typed_data,
 )
 from smp.train.output_paths import check_output, storages_of
+from smp.units import GIB
 
 # Of settings that are auto, in the order in which they are chosen.
 CHOOSERS = [*parallelize.CHOOSERS, garbage.choose]

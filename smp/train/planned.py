@@ -43,6 +43,7 @@ from smp.train.checked_job import (
     sizes,
 )
 from smp.train.elsewhere import is_elsewhere
+from smp.units import GIB
 
 logger = get_logger("train")
 
@@ -92,7 +93,7 @@ def planner_command(job: Job) -> list[str]:
     device = job.device
     argv = [sys.executable, "-m", "smp", "plan", "--search", "0", *_size_words(job)]
     if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+        memory = torch.cuda.get_device_properties(device).total_memory / GIB
         argv += ["--device", torch.cuda.get_device_name(device), "--gpu_memory_gib", f"{memory:.2f}"]
     else:
         argv += ["--device", "cpu"]

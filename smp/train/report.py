@@ -36,10 +36,11 @@ from smp.train.arguments import TrainConfig
 from smp.train.checked_job import CheckedJob, batch_of_flags, changes_of, sizes
 from smp.train.curves import write_curves
 from smp.train.flops import model_flops_per_token
-from smp.train.hints import next_commands, short, shown
+from smp.train.hints import next_commands, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.state import Start, TrainState
 from smp.train.writers import Trackers
+from smp.units import short
 
 logger = get_logger("train")
 

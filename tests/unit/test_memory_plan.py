@@ -20,7 +20,7 @@ from smp.errors import UserError
 from smp.faults.guard import Guard
 from smp.memory import limits
 from smp.memory.advice import changes_that_help
-from smp.memory.estimate import GIB, estimate_memory, memory_at, peak_bytes, processes_that_fit
+from smp.memory.estimate import estimate_memory, memory_at, peak_bytes, processes_that_fit
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import CONTEXT_BYTES, agree_on_memory, available_memory
 from smp.memory.shape import Moment, Workload, model_shape
@@ -28,6 +28,7 @@ from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.parallel import lora, parallelize
 from smp.train import checked_job, elsewhere
+from smp.units import GIB
 from tests.distributed import run_distributed
 from tests.job import run_job
 
