@@ -158,7 +158,7 @@ def _plan(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 def _planned(requests: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
     import tests.plan_traps  # noqa: F401
-    from smp.plan.fork import in_child
+    from smp.processes import in_child
 
     return [in_child(functools.partial(_plan, request, device)) for request in requests]
 

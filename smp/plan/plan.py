@@ -28,11 +28,11 @@ from smp.plan.blocks import Repeat, Step, UnequalBlocksError, blocks_to_trace, w
 from smp.plan.closed_time import step_time
 from smp.plan.devices import DeviceRow
 from smp.plan.events import Trace
-from smp.plan.fork import in_child, in_children
 from smp.plan.memory import account
 from smp.plan.records import LayoutPlan, RankMemory
 from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.trace import trace_step, untraced_bytes
+from smp.processes import in_child, in_children
 from smp.runtime import Launch, choose_backend
 from smp.train.arguments import parse_args
 from smp.train.checked_job import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes

@@ -31,7 +31,7 @@ from smp.memory.profile import profile_memory
 from smp.memory.tracker import peak_rss_bytes
 from smp.parallel.choices import Choice
 from smp.plan import document, ledger
-from smp.plan.fork import end_with_parent
+from smp.processes import end_with_parent
 from smp.train.checked_job import (
     CheckedJob,
     Job,
