@@ -25,8 +25,8 @@ from smp.faults.agreement import count
 from smp.loss import shift_labels
 from smp.memory.categories import CATEGORIES, OTHER
 from smp.memory.profile import MemoryProfile, profile_memory
-from smp.microbatch import Microbatch
 from smp.models.model_config import resolve_model
+from smp.parallel.microbatch import Microbatch
 from smp.parallel.parallelize import prepare_model
 from smp.plan.shim import python_with
 from smp.runtime import Launch

@@ -29,7 +29,7 @@ from smp.data.synthetic import SyntheticRows
 from smp.data.text import TextTokenizer
 from smp.errors import ConfigError, RunError, UserError
 from smp.log import say
-from smp.microbatch import Microbatch
+from smp.parallel.microbatch import Microbatch
 from smp.processes import end_worker_with_job, worker_context
 
 LOOKED_UP_AT_ONCE = 1024
