@@ -32,7 +32,7 @@ from smp.runtime import Launch, allocator_variable, choose_backend
 from smp.train import garbage
 from smp.train.adapters import chosen_tokens
 from smp.train.arguments import SECTIONS, ArgumentsError, TrainConfig
-from smp.train.elsewhere import (
+from smp.train.dry_run import (
     is_elsewhere,
     missing_data,
     planned_device,

@@ -26,7 +26,7 @@ from smp.errors import ConfigError, Problems, UserError
 from smp.plan.document import START
 from smp.plan.ledger import ERROR, PLAN
 from smp.train.arguments import TrainConfig
-from smp.train.elsewhere import is_elsewhere
+from smp.train.dry_run import is_elsewhere
 
 # Files that a run replaces in its directory, by names that others use, too, and how smp's begin.
 _WRITTEN = {

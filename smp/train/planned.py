@@ -23,7 +23,6 @@ from torch import nn
 
 from smp.checkpoint.manifest import versions
 from smp.config import ActivationConfig
-from smp.dry_run import report
 from smp.environment import environment_with, malloc
 from smp.log import get_logger
 from smp.memory.limits import available_memory
@@ -42,7 +41,7 @@ from smp.train.checked_job import (
     planned_batch,
     sizes,
 )
-from smp.train.elsewhere import is_elsewhere
+from smp.train.dry_run import is_elsewhere, report
 from smp.units import GIB
 
 logger = get_logger("train")

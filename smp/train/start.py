@@ -40,7 +40,7 @@ from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
 from smp.parallel.choices import agree_on_choices
 from smp.train.arguments import DEFAULT_MAX_STEPS
 from smp.train.checked_job import CheckedJob, batch_of_flags, check_global_batch, choose_settings, refuse_too_large
-from smp.train.elsewhere import is_elsewhere
+from smp.train.dry_run import is_elsewhere
 from smp.train.history import last_start
 from smp.train.metrics import last_logged_step
 from smp.train.on_resume import check_fits

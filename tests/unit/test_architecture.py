@@ -24,7 +24,7 @@ LAYERS = {
     "smp.parallel.parallelize": 5, "smp.plots": 5,
     "smp.faults": 4, "smp.data": 5, "smp.compat": 5,
     "smp.checkpoint": 6, "smp.fsdp": 6, "smp.api": 6, "smp.memory": 6,
-    "smp": 7, "smp.dry_run": 7, "smp.sagemaker": 8,
+    "smp": 7, "smp.sagemaker": 8,
     "smp.plan.records": 7, "smp.plan.cost": 7, "smp.plan.document": 7, "smp.plan.ledger": 7,
     "smp.plan.devices": 7, "smp.launch.local": 3, "smp.launch.hosts": 3,
     "smp.train": 8, "smp.plan": 9, "smp.doctor": 10, "smp.launch": 10, "smp.report": 10,
@@ -151,7 +151,7 @@ def test_the_whole_configuration_stays_at_the_top():
     users = {module_name(p) for p in sources() if any(i.endswith(".TrainConfig") for i in imports(p))}
     assert users <= {
         "arguments",
-        "smp.train.elsewhere",
+        "smp.train.dry_run",
         "smp.train.start",
         "smp.train.checked_job",
         "smp.train.output_paths",
