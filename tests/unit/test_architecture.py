@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 # A file imports only from lower layers, or from its own package within one layer.
 LAYERS = {
-    "smp.errors": 0,
+    "smp.errors": 0, "smp.compat.absent": 0,
     "smp.config": 1, "smp.log": 1, "smp.units": 1, "smp.json_input": 1, "smp.yaml_input": 1,
     "smp.axes": 1, "smp.processes": 1,
     "smp.environment": 1,
