@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.checkpoint.layout import disk_free, nearest_existing
+from smp.checkpoint.directory import disk_free, nearest_existing
 from smp.checkpoint.safetensors_io import reason
 from smp.errors import UserError
 from smp.models.added import left_out

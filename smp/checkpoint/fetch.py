@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp.checkpoint.layout import LATEST, disk_free, find_checkpoints, publish, quick_problem, step_of, warn_once
+from smp.checkpoint.directory import LATEST, disk_free, find_checkpoints, publish, quick_problem, step_of, warn_once
 from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, problems_of_files
 from smp.checkpoint.mirror import share_of
 from smp.checkpoint.object_store import ObjectStore, is_url

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.layout import step_of
+from smp.checkpoint.directory import step_of
 from smp.checkpoint.manifest import Manifest, TensorEntry
 from smp.checkpoint.object_store import is_url
 from smp.cli.checkpoints import GivenCheckpoint, find

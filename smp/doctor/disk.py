@@ -8,8 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from smp.checkpoint.directory import disk_free, nearest_existing
 from smp.checkpoint.disk_forecast import COPIES, forecast
-from smp.checkpoint.layout import disk_free, nearest_existing
 from smp.checkpoint.object_store import is_url
 from smp.checkpoint.safetensors_io import reason
 from smp.doctor.check import CheckContext

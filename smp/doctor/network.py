@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from smp import comm
-from smp.checkpoint.layout import nearest_existing
+from smp.checkpoint.directory import nearest_existing
 from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.comm.topology import this_member
 from smp.doctor.check import CheckContext

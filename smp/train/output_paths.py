@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from smp.checkpoint.layout import nearest_existing
+from smp.checkpoint.directory import nearest_existing
 from smp.checkpoint.local import local_directory
 from smp.checkpoint.model_store import refuse_foreign_objects
 from smp.checkpoint.object_store import is_url

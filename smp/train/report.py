@@ -17,7 +17,7 @@ from torch import nn
 
 from smp import __version__ as smp_version
 from smp import comm
-from smp.checkpoint.layout import LATEST, checkpoint_name
+from smp.checkpoint.directory import LATEST, checkpoint_name
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
 from smp.data.text import TextTokenizer, contradiction

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from smp.checkpoint.fetch import asking, asking_together, locate, refuse_remote
-from smp.checkpoint.layout import (
+from smp.checkpoint.directory import (
     LATEST,
     TEMPORARY,
     choose_checkpoint,
@@ -21,6 +20,7 @@ from smp.checkpoint.layout import (
     set_aside,
     step_of,
 )
+from smp.checkpoint.fetch import asking, asking_together, locate, refuse_remote
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.object_store import is_url
