@@ -35,8 +35,8 @@ from torch import nn
 from smp.checkpoint import safetensors_io
 from smp.checkpoint.background import HostCopies
 from smp.checkpoint.checkpointer import Checkpointer
+from smp.checkpoint.directory import checkpoint_name
 from smp.checkpoint.fetch import verify_together
-from smp.checkpoint.layout import checkpoint_name
 from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.checkpoint.restore import restore
 from smp.checkpoint.state import model_entry, state_tensors

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 
-from smp.checkpoint.layout import find_checkpoints
+from smp.checkpoint.directory import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.train import step as one_step
 from tests.faults.disk import kill_at, record

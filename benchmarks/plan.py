@@ -31,9 +31,9 @@ from smp.memory.profile import profile_memory
 from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Workload
 from smp.memory.tracker import peak_rss_bytes
 from smp.mesh import Mesh, lay_out
-from smp.microbatch import Microbatch
 from smp.models.model_config import resolve_model
 from smp.optim.optimizers import build_optimizer
+from smp.parallel.microbatch import Microbatch
 from smp.parallel.parallelize import prepare_model
 from smp.plan.closed_time import step_time
 from smp.plan.devices import DEVICES, DeviceRow

@@ -10,7 +10,7 @@ from smp.environment import Launch
 from smp.errors import ConfigError, UserError
 from smp.train.arguments import parse_args
 from smp.train.checked_job import check_job
-from smp.train.elsewhere import planned_launch
+from smp.train.dry_run import planned_launch
 
 JOB = (
     *("--model", "llama_tiny", "--use_synthetic_data", "1", "--distributed_backend", "nccl"),

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import typing
 from typing import Any, Literal, TypeVar, cast
 
+from smp.compat.absent import ABSENT
 from smp.errors import ConfigError
 
 
@@ -86,6 +88,18 @@ class Section:
     Raises:
         ConfigError: on construction, naming every problem of the section at once.
     """
+
+    def __init_subclass__(cls) -> None:
+        """Add the flags of what is not here, each behind its setting."""
+        fields: dict[str, Any] = {}
+        for name, kind in inspect.get_annotations(cls).items():
+            fields[name] = kind
+            for flag in ABSENT.get(name, ()):
+                fields[flag.name] = flag.kind or type(flag.default)
+                only = (flag.default,) if flag.otherwise else ()
+                added = setting(flag.default, flag.help, only=only, otherwise=flag.otherwise, no_effect=flag.no_effect)
+                setattr(cls, flag.name, added)
+        cls.__annotations__ = fields
 
     def __post_init__(self) -> None:
         fields = [field for field in dataclasses.fields(self) if field.metadata]
@@ -222,14 +236,6 @@ class ParallelConfig(Section):
     context_parallel_degree: int = setting(
         1, "Ranks that split each sequence; they are of one sharding group, and counted in its degree.", minimum=1
     )
-    expert_parallel_degree: int = setting(
-        1, "Ranks that split the experts.", only=(1,),
-        otherwise="mixture-of-experts models are out of scope for now; leave it at 1",
-    )  # fmt: skip
-    use_smp_implementation: bool = setting(
-        False, "SMP v2's switch to its own tensor-parallel model code.",
-        no_effect="--tensor_parallel_degree above 1 is the switch, and the model code is always Hugging Face's",
-    )  # fmt: skip
     cp_comm_type: Literal["auto", "p2p", "all_gather", "all_to_all"] = setting(
         "auto",
         "Communication of context parallelism: keys and values in a ring (p2p) or all-gathered, or an all-to-all of "
@@ -264,12 +270,6 @@ class ParallelConfig(Section):
     fsdp_cache_flush_warnings: bool = setting(
         True, "On GPUs: warn when memory was so short that the allocator had to flush its cache, which stalls the GPU."
     )
-    limit_all_gathers: bool = setting(
-        True, "FSDP1's rate limiter.", no_effect="fully_shard bounds the gathers in flight by itself"
-    )
-    use_orig_params: bool = setting(
-        False, "FSDP1's switch to original parameters.", no_effect="fully_shard always keeps the original parameters"
-    )
 
     def problems(self) -> list[str]:
         """Add strategies that contradict an explicit degree."""
@@ -301,16 +301,6 @@ class PrecisionConfig(Section):
 
     bf16: bool | None = setting(
         None, "Compute in bfloat16. Default: 1 on an accelerator, 0 on a CPU. SMP v2 also reduces in bf16; here fp32."
-    )
-    fp8: bool = setting(
-        False, "Compute in fp8.", only=(False,),
-        otherwise="fp8 is out of scope for now; leave it at 0 and use --bf16 1 (SMP v2's default of 1 is not kept)",
-    )  # fmt: skip
-    fp8_amax_history_len: int = setting(
-        1024, "Length of fp8's scaling history.", only=(1024,), otherwise="fp8 is out of scope for now; leave it out"
-    )
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = setting(
-        "max", "How fp8 scales are computed.", only=("max",), otherwise="fp8 is out of scope for now; leave it out"
     )
 
 
@@ -345,10 +335,6 @@ class ActivationConfig(Section):
         plain=False,
     )  # fmt: skip
     clean_cache: bool = setting(False, "Return the allocator's free memory to the system after every step.")
-    patch_neox_rope: bool = setting(
-        True, "SMP v2's move of GPT-NeoX's rotary cache to the GPU.",
-        no_effect="the rotary embedding is computed on the model's device",
-    )  # fmt: skip
 
     def problems(self) -> list[str]:
         """Add settings that need another one."""

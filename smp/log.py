@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import math
 import os
 import re
 import sys
@@ -178,13 +177,6 @@ def say(text: str) -> None:
     begin_line()
     with contextlib.suppress(OSError):  # a closed pipe or a full disk
         os.write(2, f"{text}\n".encode())
-
-
-def digits(value: float, least: int) -> str:
-    """Format with ``least`` decimals, or with as many as show two digits that are not zero; never an exponent."""
-    if not math.isfinite(value) or not value or abs(value) >= 1:
-        return f"{value:.{least}f}"
-    return f"{value:.{max(least, 1 - math.floor(math.log10(abs(value))))}f}"
 
 
 def get_logger(name: str) -> logging.Logger:

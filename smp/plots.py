@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.errors import UserError
+from smp.units import MIB
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies")
 DRAWN = ("step", "loss", "val_loss", "lr", "tokens_per_sec", "grad_norm", *REWARDS)
@@ -91,7 +92,7 @@ def plot_memory(
     """
     figure = _figure("a memory timeline needs", height=5)
     axes = figure.subplots()
-    shown = {name: [size / 2**20 for size in sizes] for name, sizes in categories.items() if any(sizes)}
+    shown = {name: [size / MIB for size in sizes] for name, sizes in categories.items() if any(sizes)}
     axes.stackplot(seconds, *shown.values(), labels=list(shown), step="post", lw=0)
     for ended, moment in marks:
         axes.axvline(moment, color="#444444", lw=0.8, ls=":")

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 import train_lib
+from smp.checkpoint.directory import find_checkpoints
 from smp.checkpoint.hf_export import export_hf  # noqa: F401  imported before the ranks are forked
-from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.train import report
 from tests.clock import HANG_SECONDS, wait_until

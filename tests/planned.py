@@ -25,9 +25,9 @@ from smp.faults.agreement import count
 from smp.loss import shift_labels
 from smp.memory.categories import CATEGORIES, OTHER
 from smp.memory.profile import MemoryProfile, profile_memory
-from smp.microbatch import Microbatch
 from smp.models.model_config import resolve_model
 from smp.optim.optimizers import build_optimizer
+from smp.parallel.microbatch import Microbatch
 from smp.parallel.parallelize import prepare_model
 from smp.plan.shim import python_with
 from smp.runtime import Launch
@@ -159,7 +159,7 @@ def _plan(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 def _planned(requests: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
     import tests.plan_traps  # noqa: F401
-    from smp.plan.fork import in_child
+    from smp.processes import in_child
 
     return [in_child(functools.partial(_plan, request, device)) for request in requests]
 

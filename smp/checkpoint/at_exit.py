@@ -13,7 +13,7 @@ import threading
 from typing import Protocol
 
 from smp.checkpoint.background import PendingWrite
-from smp.checkpoint.layout import CLAIMED, TEMPORARY, set_aside
+from smp.checkpoint.directory import CLAIMED, TEMPORARY, set_aside
 from smp.checkpoint.mirror import Rule
 from smp.checkpoint.outcome import attempt
 from smp.checkpoint.retention import prune

@@ -24,8 +24,8 @@ from smp.checkpoint.outcome import attempt
 from smp.checkpoint.safetensors_io import Piece
 from smp.checkpoint.shards import Snapshot
 from smp.checkpoint.writer import write_part
-from smp.comm.report import readable
 from smp.errors import RunError, UserError
+from smp.units import readable
 
 _ALIGNMENT = 512  # of a tensor in page-locked memory
 _PORTABLE = 1  # cudaHostRegisterPortable
@@ -82,7 +82,7 @@ class HostCopies:
         Raises:
             UserError: they cannot be page-locked.
         """
-        missing = [piece for piece in pieces if not _alike(self._buffers.get(piece.name), piece.tensor)]
+        missing = [piece for piece in pieces if not _fits(self._buffers.get(piece.name), piece.tensor)]
         ranges = [-(-piece.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in missing if piece.tensor.is_cuda]
         if ranges:
             memory = _pinned(sum(ranges))
@@ -105,7 +105,7 @@ class HostCopies:
         return [piece._replace(tensor=self._buffers[piece.name]) for piece in pieces]
 
 
-def _alike(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+def _fits(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
 
 

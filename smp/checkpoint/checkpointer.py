@@ -17,8 +17,8 @@ from torch import nn
 from smp.checkpoint.at_exit import finish_at_exit, finished
 from smp.checkpoint.background import HostCopies, PendingWrite, to_host
 from smp.checkpoint.base import begin_digest, with_base
+from smp.checkpoint.directory import LATEST, checkpoint_name, choose_checkpoint, set_aside
 from smp.checkpoint.fetch import asking, asking_together, locate
-from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
 from smp.checkpoint.lock import bring_back, own
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.mirror import Rule

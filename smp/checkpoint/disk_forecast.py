@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from smp.checkpoint.layout import disk_free, nearest_existing
+from smp.checkpoint.directory import disk_free, nearest_existing
 from smp.checkpoint.safetensors_io import reason
-from smp.comm.report import readable
 from smp.errors import UserError
 from smp.models.added import left_out
 from smp.models.file_names import parameters_of
 from smp.optim.entry import local_tensor
 from smp.optim.optimizers import expected_specs
+from smp.units import readable
 
 _PROBE_BYTES = 32 << 20
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp.checkpoint.layout import LATEST, disk_free, find_checkpoints, publish, quick_problem, step_of, warn_once
+from smp.checkpoint.directory import LATEST, disk_free, find_checkpoints, publish, quick_problem, step_of, warn_once
 from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, problems_of_files
 from smp.checkpoint.mirror import share_of
 from smp.checkpoint.object_store import ObjectStore, is_url
 from smp.checkpoint.remote import RemoteCheckpoint, find_remote, of_model, read_remote, remote_problem
 from smp.checkpoint.safetensors_io import OTHER_DIGEST, new_digest, reason, shown, write_bytes
 from smp.checkpoint.storage import Storage
-from smp.comm.report import readable
 from smp.errors import RunError, UserError
 from smp.faults.agreement import of_all_ranks, together
 from smp.log import get_logger
+from smp.units import readable
 
 logger = get_logger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from smp.checkpoint.layout import find_checkpoints, quick_problem
+from smp.checkpoint.directory import find_checkpoints, quick_problem
 from smp.errors import UserError
 from smp.faults.agreement import of_all_ranks
 from smp.log import get_logger

@@ -9,7 +9,7 @@ import os
 import weakref
 from pathlib import Path
 
-from smp.checkpoint.layout import clean, interrupted_replacements
+from smp.checkpoint.directory import clean, interrupted_replacements
 from smp.checkpoint.safetensors_io import reason
 from smp.errors import UserError
 from smp.faults.lock import lock_directories

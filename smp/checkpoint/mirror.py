@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp.checkpoint.layout import checkpoint_name, step_of
+from smp.checkpoint.directory import checkpoint_name, step_of
 from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, checksum_of, now, parse_manifest
 from smp.checkpoint.object_store import ObjectStore, StoreError
 from smp.checkpoint.outcome import attempt

@@ -6,11 +6,11 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
-from smp.checkpoint.layout import disk_free, no_inodes
+from smp.checkpoint.directory import disk_free, no_inodes
 from smp.checkpoint.safetensors_io import reason
-from smp.comm.report import readable
 from smp.errors import RunError
 from smp.faults.agreement import of_all_ranks
+from smp.units import readable
 
 
 def agree(failure: BaseException | None, what: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.layout import LATEST
+from smp.checkpoint.directory import LATEST
 from smp.errors import UserError
 from smp.models.families import list_presets
 

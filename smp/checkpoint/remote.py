@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from smp.checkpoint.layout import Checkpoint, checkpoint_name, problems_of_step, step_of
+from smp.checkpoint.directory import Checkpoint, checkpoint_name, problems_of_step, step_of
 from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, parse_manifest, problems_of_sizes, read_manifest
 from smp.checkpoint.object_store import ObjectStore
 from smp.errors import DamagedCheckpointError, UserError

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 
-from smp.checkpoint.layout import BEST, discard, find_checkpoints, point, quick_problem, read_outline
+from smp.checkpoint.directory import BEST, discard, find_checkpoints, point, quick_problem, read_outline
 from smp.errors import UserError
 from smp.log import get_logger
 

@@ -17,14 +17,14 @@ from smp.checkpoint.background import HostCopies
 from smp.checkpoint.base import is_other_base, refuse_other_base, warn_unless_compared
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.config import CheckpointConfig
+from smp.checkpoint.directory import TEMPORARY, clean, find_checkpoints, quick_problem
 from smp.checkpoint.disk_forecast import forecast, state_bytes
-from smp.checkpoint.layout import TEMPORARY, clean, find_checkpoints, quick_problem
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.mirror import Mirror
 from smp.checkpoint.storage import Storage
-from smp.comm.report import readable
 from smp.errors import RunError, UserError
 from smp.log import get_logger
+from smp.units import readable
 
 logger = get_logger("train")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from smp.checkpoint.layout import TEMPORARY, checkpoint_name
+from smp.checkpoint.directory import TEMPORARY, checkpoint_name
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.mirror import Mirror
 from smp.checkpoint.object_store import ObjectStore, is_url

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from smp.checkpoint.layout import TEMPORARY, publish
+from smp.checkpoint.directory import TEMPORARY, publish
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,
     Chunk,

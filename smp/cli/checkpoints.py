@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from smp.checkpoint.layout import quick_problems, step_of
+from smp.checkpoint.directory import quick_problems, step_of
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,

@@ -27,12 +27,12 @@ from smp.cli.find import config_file_of, existing_directory, is_checkpoint, is_m
 from smp.cli.output import dtype_name, progress, shown, table
 from smp.cli.sources import ModelTensors
 from smp.cli.verify import verified
-from smp.comm.report import readable
 from smp.errors import UserError
 from smp.json_input import read_object
 from smp.models.checked_config import config_from
 from smp.models.hf_values import is_computed
 from smp.models.weight_files import ADAPTER_CONFIG
+from smp.units import readable
 
 # Elements that are compared at a time.
 BLOCK = 4 << 20

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +27,6 @@ from smp.cli.checkpoints import GivenCheckpoint, one_checkpoint
 from smp.cli.find import existing_directory, refuse_links_out
 from smp.cli.output import shown
 from smp.cli.verify import verified
-from smp.comm.report import readable
 from smp.data.template import given_template
 from smp.errors import UserError
 from smp.models.checked_config import checked_config
@@ -36,9 +34,9 @@ from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
 from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of, weight_map
 from smp.pretrained import base_dtypes
+from smp.units import readable, scaled
 
 _WEIGHTS = ("hf_pretrained_model_name_or_dir", "pretrained_checkpoint_file", "finetune_checkpoint_load_dir")
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,8 +72,7 @@ def parse_size(text: str) -> int:
     Raises:
         UserError: it is no such size, or none at all.
     """
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?I?)B?", text.strip().upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    size = scaled(text.strip().upper().removesuffix("B"), "KMGT")
     if size < 1:
         raise UserError(f"--max_shard_size {shown(text)} is no size: give one such as 5GB or 500MiB")
     return size

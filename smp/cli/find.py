@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from smp.checkpoint.layout import TEMPORARY, step_of
+from smp.checkpoint.directory import TEMPORARY, step_of
 from smp.checkpoint.manifest import MANIFEST_FILE
 from smp.errors import UserError
 from smp.models.weight_files import ADAPTER_CONFIG, refuse_adapter

@@ -10,17 +10,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.layout import step_of
+from smp.checkpoint.directory import step_of
 from smp.checkpoint.manifest import Manifest, TensorEntry
 from smp.checkpoint.object_store import is_url
 from smp.cli.checkpoints import GivenCheckpoint, find
 from smp.cli.find import config_file_of, existing_directory, is_checkpoint, is_model
 from smp.cli.output import dtype_name, shown, table
 from smp.cli.sources import ModelTensors
-from smp.comm.report import readable
 from smp.errors import DamagedCheckpointError, UserError
 from smp.json_input import read_object
 from smp.models.weight_files import ADAPTER_CONFIG
+from smp.units import readable
 
 MODEL = "model."
 

@@ -24,7 +24,8 @@ from smp.errors import ConfigError, UserError
 from smp.log import is_terminal
 from smp.plan import document, ledger
 from smp.plan.devices import DeviceRow, device_row, network_share, write_row
-from smp.plan.records import GIB, TOP, LayoutPlan, parse_count
+from smp.plan.records import TOP, LayoutPlan, parse_count
+from smp.units import GIB
 
 if TYPE_CHECKING:
     from smp.plan.request import Request

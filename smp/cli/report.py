@@ -12,10 +12,10 @@ from pathlib import Path
 
 from smp.checkpoint.outputs import refuse_replacing
 from smp.cli.output import shown
-from smp.comm.report import readable
 from smp.errors import UserError
 from smp.report.page import render
 from smp.report.run_files import read_run
+from smp.units import readable
 
 # In the beginning of each page, also of earlier versions.
 _MARK = b"""content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">"""

@@ -15,9 +15,9 @@ from smp.checkpoint.base import is_base_of, weights_at
 from smp.checkpoint.manifest import Manifest
 from smp.cli.checkpoints import GivenCheckpoint, find
 from smp.cli.output import progress, shown
-from smp.comm.report import readable
 from smp.environment.threads import available_cores
 from smp.errors import DamagedCheckpointError, UserError, was_deleted
+from smp.units import readable
 
 _MOST_THREADS = 16
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from smp.comm.arena import LastOperation
+from smp.units import readable
 
 
 class Key(NamedTuple):
@@ -56,16 +57,6 @@ class Report(dict[Key, Count]):
         if self.gpu_bytes:
             lines.append(f"communication buffers on the GPU, outside torch's statistics: {readable(self.gpu_bytes)}")
         return "\n".join(lines)
-
-
-def readable(nbytes: int) -> str:
-    """Format bytes as ``4.0 KiB`` and the like."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 _counts: dict[tuple[str, int, str, str], list[int]] = collections.defaultdict(lambda: [0, 0])

@@ -52,9 +52,6 @@ class DataConfig(Section):
         "Split of --dataset_name to train on, or to evaluate with --evaluate_only 1. Default: train; without "
         "--test_dir validation reads another one.",
     )
-    data_type: Literal["gpt", "bert"] = setting(
-        "gpt", "SMP v2's kind of model.", no_effect="SMP v2 never passed it on; --dataset_type chooses the files"
-    )
     use_synthetic_data: bool = setting(False, "Train on random tokens; no data is read.")
     synthetic_samples: int = setting(100_000, "Samples per epoch of random tokens.", minimum=1, maximum=1 << 40)
     training_dir: str | None = setting(
@@ -92,9 +89,6 @@ class DataConfig(Section):
     )
     evaluate_only: bool = setting(
         False, "Print loss and perplexity of the model, or of --resume_from_checkpoint, on all of --test_dir, and stop."
-    )
-    preserve_np_state: bool = setting(
-        False, "Restore numpy's random state after validation.", no_effect="validation draws no random numbers"
     )
 
     @property

@@ -10,17 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import multiprocessing
-import os
-import signal
-import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.context import ForkServerContext
-from multiprocessing.util import get_temp_dir
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,9 +23,9 @@ from smp.data.storage import DataFile
 from smp.data.token_cache import TokenFile, TokenWriter, cached, look_up, one_at_a_time
 from smp.environment.threads import available_cores, use_one_tokenizer_thread
 from smp.errors import UserError
+from smp.processes import end_worker_with_job, worker_context
 
 WORKER_BYTES = 16 << 20  # of input for each worker process: starting one takes seconds
-LONGEST_TMPDIR = 107 - len("/pymp-abcdefgh/listener-abcdefgh")  # with which the address of a socket is not too long
 log = logging.getLogger("smp.data")
 
 
@@ -190,28 +183,12 @@ class Workers:
             raise failed
 
 
-def worker_context(module: str) -> ForkServerContext:
-    """Return the context of worker processes, whose server imports ``module``, and torch with it, once for all.
-
-    Not fork, which may deadlock on the threads of gloo, NCCL and tokenizers.
-    """
-    if len(tempfile.gettempdir()) > LONGEST_TMPDIR:
-        kept, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        try:
-            get_temp_dir()  # of the sockets, made once in a process and removed at its end
-        finally:
-            tempfile.tempdir = kept
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
-    return context
-
-
 _in_worker: Any = None  # of a worker process: its Conversion, and the event that stops it
 
 
 def _begin(conversion: Conversion, stop: Any) -> None:
     global _in_worker
-    end_with_parent()
+    end_worker_with_job()
     use_one_tokenizer_thread()
     _in_worker = conversion, stop
 
@@ -230,24 +207,6 @@ def _open_here(file: DataFile) -> int:
 def _convert_here(file: DataFile, chunk: Any) -> list[Rows]:
     _refuse_stopped()
     return _in_worker[0].form.convert(file, chunk)
-
-
-def end_with_parent(_worker: int = 0) -> None:
-    """End a worker process as soon as the process that started it has ended, even by SIGKILL.
-
-    A worker's own parent is the fork server, which waits for its workers. Signals that ask the job to stop are ignored:
-    the starting process acts on them.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def joined(parts: list[Rows]) -> list[Rows]:

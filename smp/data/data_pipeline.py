@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from smp.data.chat import open_conversations
 from smp.data.config import DataConfig, Split
-from smp.data.convert import end_with_parent, worker_context
 from smp.data.documents import tell_documents
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
 from smp.data.sampler import PADDING, step_positions
@@ -30,7 +29,8 @@ from smp.data.synthetic import SyntheticRows
 from smp.data.text import TextTokenizer
 from smp.errors import ConfigError, RunError, UserError
 from smp.log import say
-from smp.microbatch import Microbatch
+from smp.parallel.microbatch import Microbatch
+from smp.processes import end_worker_with_job, worker_context
 
 LOOKED_UP_AT_ONCE = 1024
 LOOKED_AT = 1 << 20  # tokens, for those that are used
@@ -141,7 +141,7 @@ class _Order:
 
 def _begin_worker(_worker: int) -> None:
     """Let a worker end with the training process, and when it cannot hand over a batch, which Python only prints."""
-    end_with_parent()
+    end_worker_with_job()
     Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
 
 

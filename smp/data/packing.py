@@ -16,7 +16,7 @@ import torch
 from smp.data.sampler import samples_at
 from smp.data.token_cache import IGNORED, Columns, digest_of
 from smp.errors import UserError
-from smp.microbatch import Microbatch
+from smp.parallel.microbatch import Microbatch
 
 BLOCK = 1 << 22  # values of a column that are looked at at once
 

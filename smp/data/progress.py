@@ -7,7 +7,8 @@ import sys
 import time
 from types import TracebackType
 
-from smp.log import digits, is_terminal
+from smp.log import is_terminal
+from smp.units import digits
 
 SECONDS_BETWEEN_LINES = 30.0
 log = logging.getLogger("smp.data")

@@ -9,7 +9,6 @@ import sys
 
 import torch
 
-from smp.comm.report import readable
 from smp.cpu_bf16 import ensure_bf16_works
 from smp.doctor.check import CheckContext
 from smp.doctor.system import variable
@@ -18,8 +17,8 @@ from smp.errors import UserError
 from smp.memory.limits import control_group, meminfo, memory_limit
 from smp.parallel.parallelize import compute_dtype
 from smp.runtime import choose_device
+from smp.units import GIB, readable
 
-_GIB = 1 << 30
 _BUSY_SHARE = 0.1  # of a GPU's memory that others may hold without a warning
 _SMALL_SHM = 256 << 20  # docker gives 64 MiB
 
@@ -82,7 +81,7 @@ def _check_gpu(ctx: CheckContext) -> None:
     }  # fmt: skip
     ctx.measure("gpu", data)
     # This process's own context takes some 0.5 GiB.
-    if total - free > _BUSY_SHARE * total + _GIB:
+    if total - free > _BUSY_SHARE * total + GIB:
         ctx.warn(
             f"GPU {index} ({about.name}) has {readable(free)} of {readable(total)} free: see with nvidia-smi which "
             f"other process uses the rest",
@@ -124,7 +123,7 @@ def check_memory(ctx: CheckContext) -> None:
     if limit is not None:
         share = "" if total is None else f" of the host's {readable(total)}"
         message = f"this container may use {readable(limit)}{share}, {readable(left)} are left"
-        if left < _GIB * ctx.launch.local_world_size:
+        if left < GIB * ctx.launch.local_world_size:
             ctx.warn(
                 f"{message} for {ctx.launch.local_world_size} process(es), and a process that goes beyond is killed "
                 f"without a word: raise the container's limit",

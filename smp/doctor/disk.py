@@ -8,13 +8,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from smp.checkpoint.directory import disk_free, nearest_existing
 from smp.checkpoint.disk_forecast import forecast
-from smp.checkpoint.layout import disk_free, nearest_existing
 from smp.checkpoint.object_store import is_url
 from smp.checkpoint.safetensors_io import reason
-from smp.comm.report import readable
 from smp.doctor.check import CheckContext
 from smp.errors import UserError
+from smp.units import readable
 
 _PROBE = 32 << 20  # bytes of a checkpoint where no model is known
 _IN_MEMORY = ("tmpfs", "ramfs")

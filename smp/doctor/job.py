@@ -6,11 +6,12 @@ import dataclasses
 
 from smp.doctor.check import CheckContext
 from smp.errors import ConfigError
-from smp.memory.estimate import GIB, estimate_memory
+from smp.memory.estimate import estimate_memory
 from smp.memory.limits import available_memory
 from smp.plan.cost import checkpoint_bytes
 from smp.train.checked_job import check_job
 from smp.train.job import batch_of_flags, refuse_too_large, sizes
+from smp.units import GIB
 
 PLAN_SHARE = 5.0  # of --timeout: data may have to be converted
 

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from smp import comm
-from smp.checkpoint.layout import nearest_existing
+from smp.checkpoint.directory import nearest_existing
 from smp.comm.cuda import all_gather_single, reduce_scatter_single
-from smp.comm.report import readable
 from smp.comm.topology import this_member
 from smp.doctor.check import CheckContext
 from smp.doctor.disk import output_directory
 from smp.doctor.report import listed
 from smp.errors import UserError
 from smp.runtime import choose_backend, open_store, with_host
+from smp.units import GIB, readable
 
 STORE = "smp/doctor"  # prefix of the ranks' keys in the job's store
 START_SHARE = 6.0  # of --timeout: the others' own checks come first
@@ -97,7 +97,7 @@ def check_exchange(ctx: CheckContext) -> None:
         for name, run in _operations(ctx, nbytes).items():
             seconds = _seconds(ctx, run)
             moved = nbytes if name == "all_reduce" else nbytes * size
-            speed = moved / max(seconds, 1e-9) / (1 << 30)
+            speed = moved / max(seconds, 1e-9) / GIB
             rows.append({"operation": name, "bytes": nbytes, "seconds": seconds, "gib_per_second": speed})
     if ctx.launch.rank:
         return

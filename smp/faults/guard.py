@@ -15,8 +15,8 @@ from smp import comm
 from smp.errors import RunError
 from smp.faults.agreement import count, count_later
 from smp.faults.config import FaultConfig
+from smp.faults.members import Members
 from smp.faults.nonfinite import NonFinite
-from smp.faults.peers import Members
 from smp.faults.propagate import failing_together
 from smp.faults.restart import SAME_STARTS, is_crash_loop
 from smp.faults.stop import INTERRUPTED, STOPPED, StopRequest

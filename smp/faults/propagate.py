@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from smp.comm.wire import Unreachable, unreachable
 from smp.errors import PeerError, RankError, RunError, UserError, first_line
-from smp.faults.peers import ANSWER_SECONDS, Members, within
+from smp.faults.members import ANSWER_SECONDS, Members, within
 from smp.faults.watchdog import Watchdog
 from smp.runtime import launcher_serves_store
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from smp.faults.peers import Activity, Member, Members, Seen, describe_hang, within
+from smp.faults.members import Activity, Member, Members, Seen, describe_hang, within
 from smp.log import say
 
 TICK_SECONDS = 0.25

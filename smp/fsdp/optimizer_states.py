@@ -1,4 +1,9 @@
-"""The optimizer's state by parameter names, full or sharded: FSDP1's format, both ways."""
+"""The optimizer's state by parameter names, full or sharded: FSDP1's format, both ways.
+
+Not through ``torch.distributed.checkpoint.state_dict``: that gathers in the order of each rank's optimizer, so that
+ranks with another order exchange other tensors, steps an optimizer that has no state, returns memory that training
+changes, always takes the job's first rank, and keeps what is sharded over another mesh.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +59,6 @@ def _check_group(group: Any) -> None:
         )
 
 
-def _is_first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
-    """Return True on the group's first rank; without a group, on the first rank of the model's mesh."""
-    _check_group(group)
-    if group is not None:
-        return group.rank() == 0
-    for _, unit in units_below(model):
-        return unit.first_rank
-    raise UserError(f"FSDP: nothing in the {type(model).__name__} is wrapped: give the model that FSDP returned")
-
-
 def _agree(own: dict[str, State], parameters: dict[str, nn.Parameter]) -> None:
     """Compare what ranks are about to gather; collective.
 
@@ -112,7 +107,10 @@ def optim_state_dict(
     chosen = get_state_dict_type(model)
     config = chosen.optim_state_dict_config
     full = chosen.state_dict_type == StateDictType.FULL_STATE_DICT
-    keep = not (full and getattr(config, "rank0_only", False)) or _is_first_rank(model, group)
+    keep = True
+    if full and getattr(config, "rank0_only", False):
+        _check_group(group)
+        keep = next(units_below(model))[1].first_rank if group is None else group.rank() == 0
     groups = _groups(model, optim)
     names = [name for own in groups for name in own]
     state = optim.state_dict() if optim_state_dict is None else optim_state_dict
@@ -149,18 +147,17 @@ def _numbered_groups(
     """Return the saved groups in the order of the optimizer's, with its keys of the parameters."""
     by_members = {frozenset(group["params"]): group for group in saved}
     members = [frozenset(own) for own in groups]
-    if len(saved) != len(groups) or any(own not in by_members for own in members):
-        other = sorted({name for group in groups for name in group} - frozenset().union(*by_members))
-        if other:
-            raise UserError(
-                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones, whose "
-                f"'params' lack {other[0]}: add it to those of one, and it begins without a state"
-            )
-        by_members = dict(zip(members, _regrouped(saved, groups, optimizer), strict=True))
-    return [
-        {**copy.deepcopy(by_members[own]), "params": [keys[name] for name in group]}
-        for own, group in zip(members, groups, strict=True)
-    ]
+    if len(saved) == len(groups) and by_members.keys() >= set(members):
+        found = [by_members[own] for own in members]
+    elif other := sorted(frozenset().union(*members) - frozenset().union(*by_members)):
+        raise UserError(
+            f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones, whose "
+            f"'params' lack {other[0]}: add it to those of one, and it begins without a state"
+        )
+    else:
+        found = _regrouped(saved, groups, optimizer)
+    pairs = zip(found, groups, strict=True)
+    return [{**copy.deepcopy(group), "params": [keys[name] for name in own]} for group, own in pairs]
 
 
 def _regrouped(saved: list[State], groups: list[Group], optimizer: torch.optim.Optimizer) -> list[State]:
@@ -201,8 +198,8 @@ def _shard(value: Any, parameter: nn.Parameter, what: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor):
-        laid = isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements)
-        if laid == (value.device_mesh, value.placements):
+        laid = (value.device_mesh, value.placements)
+        if isinstance(parameter, DTensor) and laid == (parameter.device_mesh, parameter.placements):
             return value.clone()
         value = full_tensor(value)
     if not value.size():

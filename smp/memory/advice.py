@@ -11,8 +11,7 @@ from smp.config import ActivationConfig, LossConfig, flag_text
 from smp.memory.estimate import peak_bytes
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
-
-_MIB = 1024**2
+from smp.units import MIB
 
 # Settings by name, those that take least time first.
 RECOMPUTATION: tuple[dict[str, Any], ...] = (
@@ -69,7 +68,7 @@ def advice_text(changes: list[Change]) -> str:
     if not changes:
         return "No single flag would save much: use a smaller model, or more processes on more hosts."
     lines = ["What would help most, and the predicted saving of each process:"]
-    return "\n".join([*lines, *(f"{change.saving / _MIB:12.1f} MiB  {change.flags}" for change in changes)])
+    return "\n".join([*lines, *(f"{change.saving / MIB:12.1f} MiB  {change.flags}" for change in changes)])
 
 
 def _alternatives(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterator[tuple[str, Mesh, Workload]]:

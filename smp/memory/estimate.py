@@ -16,8 +16,7 @@ from smp.optim.config import OptimConfig
 from smp.optim.optimizers import PARAMETER_BYTES, state_bytes
 from smp.parallel import parallelize
 from smp.parallel.technique import member
-
-GIB = 1024**3
+from smp.units import GIB
 
 # On a GPU, of what the caching allocator reserves for a step's tensors, the part that they fill.
 _FILLED = 0.92

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from smp.config import ActivationConfig
 from smp.errors import UserError
-from smp.memory.estimate import BASE_HOST_BYTES, GIB
+from smp.memory.estimate import BASE_HOST_BYTES
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import state_bytes
 from smp.parallel.activation_checkpoint import waiting_bytes
+from smp.units import GIB
 
 _WAYS_OUT = {
     "checkpoint copy": "--checkpoint_type sharded, which saves without a copy",

@@ -11,8 +11,10 @@ from pathlib import Path, PurePosixPath
 import torch
 import torch.distributed as dist
 
+from smp.units import GIB
+
 # CUDA's context of a process. Not measured with a GPU.
-CONTEXT_BYTES = int(0.6 * 2**30)
+CONTEXT_BYTES = int(0.6 * GIB)
 
 # The folder, the name of its line in /proc/self/cgroup, and its files: version 2 and version 1.
 _GROUPS = (

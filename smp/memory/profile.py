@@ -46,8 +46,7 @@ from smp.memory.categories import (
     shared_mappings,
 )
 from smp.memory.tracker import peak_rss_bytes
-
-MIB = 1024**2
+from smp.units import MIB
 
 _CUDA_BLOCK = 512  # the caching allocator rounds up to it
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from smp.log import get_logger
+from smp.units import GIB
 
 logger = get_logger(__name__)
-
-GIB = 1024**3
 
 
 def memory_stats(device: torch.device) -> dict[str, float | None]:

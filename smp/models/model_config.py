@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 
-_NO_MOE = "mixture-of-experts models are out of scope for now; leave it out"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
@@ -71,9 +69,6 @@ class ModelConfig(Section):
     embd_pdrop: float | None = setting(
         None, "GPT-2 and its like: dropout of embeddings. Default: the model's.", minimum=0, maximum=1
     )
-    summary_first_pdrop: float | None = setting(
-        None, "Dropout of GPT-2's summary head.", no_effect="a model that is trained on text has no summary head"
-    )
     initializer_range: float | None = setting(
         None, "Standard deviation of initial weights. 0.02 with --model_type.", above=0, maximum=1
     )
@@ -100,9 +95,6 @@ class ModelConfig(Section):
         AUTO, "Hugging Face's attention function; fused: torch's kernels on a GPU, cuDNN's first, without masks for "
         "documents and windows. auto: on GPUs, flash_attention_3 or fused.", plain="sdpa",
     )  # fmt: skip
-    use_smp_flash_attn: bool | None = setting(
-        None, "SMP v2's flash attention.", no_effect="attention is Hugging Face's, by --attn_implementation"
-    )
     delayed_param: bool = setting(True, "Build without memory and allocate after sharding, each rank its shard only.")
     finetune: bool = setting(False, "Start from pretrained weights; give the name or the file below.")
     pretrained_model_name: str | None = setting(
@@ -117,16 +109,6 @@ class ModelConfig(Section):
     hf_pretrained_model_name_or_dir: str | None = setting(
         None, "Finetune from this local Hugging Face directory: config and weights."
     )
-    moe: bool = setting(False, "Mixture of experts.", only=(False,), otherwise=_NO_MOE)
-    num_experts_per_tok: int = setting(2, "Experts per token.", only=(2,), otherwise=_NO_MOE)
-    num_local_experts: int = setting(8, "Experts per block.", only=(8,), otherwise=_NO_MOE)
-    moe_load_balancing: Literal["sinkhorn", "balanced", "aux_loss", "none"] = setting(
-        "sinkhorn", "How tokens are spread over experts.", only=("sinkhorn",), otherwise=_NO_MOE
-    )
-    global_token_shuffle: bool = setting(False, "Shuffle tokens over experts.", only=(False,), otherwise=_NO_MOE)
-    moe_all_to_all_dispatcher: bool = setting(True, "Send tokens by all-to-all.", only=(True,), otherwise=_NO_MOE)
-    moe_fp8_checkpoint_attn: bool = setting(True, "Checkpoint attention alone.", only=(True,), otherwise=_NO_MOE)
-    moe_fp8_checkpoint_moe: bool = setting(True, "Checkpoint experts on their own.", only=(True,), otherwise=_NO_MOE)
 
     def problems(self) -> list[str]:
         """Add the rules of finetuning."""

@@ -10,17 +10,16 @@ from torch import nn
 
 from smp.config import LossConfig
 from smp.errors import UserError
-from smp.host_copies import to_device
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
-from smp.microbatch import Microbatch
 from smp.models.family import LogitTransform
 from smp.models.logits import find_logits
 from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.linear import PLAIN, local_tensor, product_of
 from smp.parallel.linear_loss import CHUNK_TOKENS, HEAD_ROWS, SplitHead, check_chunk, linear_cross_entropy
+from smp.parallel.microbatch import Microbatch, to_device
 from smp.parallel.refusals import require_uncompiled
 from smp.parallel.targets import Targets, chosen_tokens, targets_of
 from smp.parallel.technique import Setup

@@ -16,7 +16,6 @@ from smp.delayed_init import build_on_meta, fill_added_, initialize_, materializ
 from smp.errors import ConfigError, UserError
 from smp.memory.shape import ModelShape, model_shape
 from smp.mesh import Mesh
-from smp.microbatch import Microbatch
 from smp.models import added
 from smp.models.family import Family
 from smp.models.model_config import ModelConfig, ResolvedModel
@@ -38,6 +37,7 @@ from smp.parallel import (
     trained_beside,
 )
 from smp.parallel.choices import Chooser
+from smp.parallel.microbatch import Microbatch
 from smp.parallel.technique import Setup, Technique, follow_steps, member
 from smp.pretrained import load_pretrained_
 

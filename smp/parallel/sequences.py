@@ -11,14 +11,13 @@ from torch import nn
 from torch.autograd import Function
 
 from smp.errors import UserError
-from smp.host_copies import to_device
 from smp.loss import IGNORE_INDEX, shift_labels
 from smp.mesh import Mesh, Role
-from smp.microbatch import Microbatch
 from smp.parallel.attention import document_lengths
 from smp.parallel.context.batch import check_batch, cut
 from smp.parallel.documents import bounds_of, document_index
 from smp.parallel.loss import is_in_chunks, model_loss_sum
+from smp.parallel.microbatch import Microbatch, to_device
 from smp.parallel.sharding import averages_gradients
 from smp.parallel.targets import chosen_tokens
 

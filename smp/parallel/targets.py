@@ -6,8 +6,8 @@ from typing import NamedTuple, cast
 
 import torch
 
-from smp.host_copies import to_device
 from smp.loss import IGNORE_INDEX, shift_labels
+from smp.parallel.microbatch import to_device
 
 
 class Targets(NamedTuple):

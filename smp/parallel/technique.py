@@ -15,10 +15,10 @@ from torch import nn
 from smp.config import Section, Settings
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
-from smp.microbatch import Microbatch
 from smp.models.added import AddedParameter
 from smp.models.attention_support import random_rates
 from smp.models.family import Family
+from smp.parallel.microbatch import Microbatch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import bisect
 
 from smp.plan.blocks import Step
+from smp.units import MIB
 
-_ROUND, _MIB = 512, 2**20
-_SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB
-_LARGE, _LARGE_SEGMENT, _LARGE_ROUND = 10 * _MIB, 20 * _MIB, 2 * _MIB
+_ROUND = 512
+_SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
+_LARGE, _LARGE_SEGMENT, _LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
 
 
 class _Block:

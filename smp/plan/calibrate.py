@@ -33,8 +33,8 @@ from smp.errors import UserError
 from smp.launch.local import LocalJob
 from smp.memory.limits import available_memory
 from smp.plan.devices import DEVICES, MEASURED, DeviceRow, Efficiency, plain_name, sheet_row, write_row
-from smp.plan.records import GIB
 from smp.runtime import choose_device, own_arguments, process_group
+from smp.units import GIB
 
 SECONDS = 0.25  # for each number
 MOST_PROCESSES = 8  # on CPUs

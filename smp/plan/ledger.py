@@ -9,6 +9,7 @@ from typing import Any
 
 from smp.errors import UserError
 from smp.json_input import read_object
+from smp.units import percent
 
 PLAN, ERROR = "plan.json", "plan_error.json"
 SCHEMA = 1
@@ -70,11 +71,6 @@ def sentence(line: Mapping[str, Any]) -> str:
     errors = line["errors"]
     known = {name: errors[name]["error"] for name in (MEMORY, RESERVED, STEP) if errors[name]["error"] is not None}
     return ", ".join(f"{name} {percent(error)}" for name, error in known.items()) or "nothing to compare"
-
-
-def percent(share: float | None) -> str:
-    """Format an error with its sign; a dash where it is not known. Nothing is shown as -0.0."""
-    return "-" if share is None else f"{round(100 * share, 1) + 0.0:+.1f} %"
 
 
 def read(directories: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:

@@ -29,15 +29,16 @@ from smp.plan.blocks import Repeat, Step, UnequalBlocksError, blocks_to_trace, w
 from smp.plan.closed_time import step_time
 from smp.plan.devices import DeviceRow
 from smp.plan.events import Trace
-from smp.plan.fork import in_child, in_children
 from smp.plan.memory import account
-from smp.plan.records import GIB, LayoutPlan, RankMemory
+from smp.plan.records import LayoutPlan, RankMemory
 from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.trace import trace_step, untraced_bytes
+from smp.processes import in_child, in_children
 from smp.runtime import Launch, choose_backend
 from smp.train.arguments import parse_args
 from smp.train.checked_job import make_job
 from smp.train.job import Job, check_global_batch, choose_settings, planned_batch, sizes
+from smp.units import GIB
 
 _MARGIN = 2  # blocks at each end, of which prefetching makes other buffers than of those between
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smp.errors import UserError
-
-GIB = 1024**3
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+from smp.units import scaled
 
 FITS, FLUSH, NO = "fits", "flush", "no"
 TOP = 3  # layouts that are looked for
@@ -140,9 +137,7 @@ def parse_count(name: str, text: str) -> int:
     Raises:
         UserError: it is no such number, or below 1.
     """
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?(?:[eE]\d{1,2})?)\s*([KMBTG]?I?)", text.strip(), re.ASCII | re.I)
-    unit = match[2].upper() if match else "?"
-    count = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
+    count = scaled(text, "KMBT", exponents=True)
     if count < 1:
         raise UserError(f"{name} takes a number of tokens such as 4Mi, 300B or 1T, got {text!r}")
     return count

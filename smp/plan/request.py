@@ -27,12 +27,13 @@ from smp.plan.closed_time import estimate, step_time
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes
 from smp.plan.devices import DeviceRow
 from smp.plan.layouts import Layout, layouts
-from smp.plan.records import GIB, TOP, LayoutPlan, Moment, RankMemory, parse_count
+from smp.plan.records import TOP, LayoutPlan, Moment, RankMemory, parse_count
 from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.search import Found, instructive, search
 from smp.plan.tables import argv_of, title_of
 from smp.train.arguments import parse_args
 from smp.train.flops import model_flops_per_token
+from smp.units import GIB
 
 # Plans jobs: the argv of each, and by name nodes, local, row and exact.
 Planner = Callable[..., list[LayoutPlan | UserError]]

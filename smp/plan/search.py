@@ -9,7 +9,8 @@ from typing import Any
 from smp.config import ActivationConfig
 from smp.errors import UserError
 from smp.plan.layouts import Layout, differences, parts
-from smp.plan.records import FITS, GIB, NO, TOP, LayoutPlan
+from smp.plan.records import FITS, NO, TOP, LayoutPlan
+from smp.units import GIB
 
 MOST_TRACES = 12
 _MEMORY_MARGIN = 1.3  # what the closed form may be wrong by

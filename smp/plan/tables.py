@@ -8,24 +8,12 @@ from smp.axes import AXES
 from smp.config import flag_text
 from smp.plan.cost import Cost
 from smp.plan.layouts import Layout, differences, parts
-from smp.plan.records import FITS, FLUSH, GIB, LayoutPlan, RankMemory
+from smp.plan.records import FITS, FLUSH, LayoutPlan, RankMemory
 from smp.plan.search import Found, instructive
-from smp.train.hints import short
+from smp.units import GIB, MIB, gib, seconds, short
 
 _NAME, _BAR = 34, 24
 _SMALL = 0.0005  # shares that are not worth a line
-
-
-def gib(size: float) -> str:
-    """Format bytes in GiB, with three digits for small ones."""
-    return (
-        f"{size / GIB:,.1f}" if size >= 9.95 * GIB else f"{size / GIB:.3f}" if size < GIB / 10 else f"{size / GIB:.2f}"
-    )
-
-
-def seconds(value: float) -> str:
-    """Format seconds with three digits."""
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def verdict(memory: RankMemory) -> str:
@@ -53,7 +41,7 @@ def verdict(memory: RankMemory) -> str:
 
 def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
     """Yield the memory of a rank, a category a line; ``block`` draws the bars."""
-    unit, word = (GIB, "GiB") if memory.needed >= 2 * GIB else (GIB // 1024, "MiB")
+    unit, word = (GIB, "GiB") if memory.needed >= 2 * GIB else (MIB, "MiB")
     yield f"{f'memory of rank {memory.rank}, {word}':<{_NAME}} {'at the peak':>11} {'own peak':>10}"
     largest = max([*memory.peak.categories.values(), 1])
     for name, size in memory.peak.categories.items():

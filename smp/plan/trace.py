@@ -27,10 +27,10 @@ from smp.delayed_init import build_on_meta, materialize_
 from smp.loss import IGNORE_INDEX
 from smp.memory.categories import ACTIVATIONS, OTHER
 from smp.mesh import Mesh
-from smp.microbatch import Microbatch
 from smp.models.registry import build_model
 from smp.optim.optimizers import build_optimizer
 from smp.parallel.linear import local_tensor
+from smp.parallel.microbatch import Microbatch
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import model_blocks
 from smp.plan import world

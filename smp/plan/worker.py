@@ -18,8 +18,8 @@ from smp.environment.threads import available_cores
 from smp.errors import UserError
 from smp.log import is_terminal
 from smp.plan.devices import DeviceRow
-from smp.plan.fork import end_with_parent
 from smp.plan.shim import build_shim, python_with
+from smp.processes import end_with_parent
 
 if TYPE_CHECKING:
     from smp.plan.request import Request

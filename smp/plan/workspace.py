@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-_MIB = 2**20
+from smp.units import MIB
+
 _FP32, _INT64 = 4, 8
 _CHUNK = 65536  # elements that a block of a foreach kernel reduces
 _SORTED = 6  # arrays of indices, with the sort's own
@@ -20,7 +21,7 @@ _SORTED = 6  # arrays of indices, with the sort's own
 
 def cublas_bytes(capability: tuple[int, int]) -> int:
     """Return the workspace of one cuBLAS handle and stream, made at the first product and kept."""
-    return 32 * _MIB if capability >= (9, 0) else 8 * _MIB + 128 * 1024
+    return 32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * 1024
 
 
 def is_product(name: str) -> bool:

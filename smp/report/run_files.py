@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.layout import BEST, LATEST, quick_problems, step_of
+from smp.checkpoint.directory import BEST, LATEST, quick_problems, step_of
 from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults import nonfinite

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from smp.comm.report import readable
 from smp.memory.categories import CATEGORIES
 from smp.report.html import Html, bar, items, join, table, tag, text
 from smp.report.run_files import Attempt, RunFiles, Saved, finite, list_of, table_of
-from smp.report.summary import OF_A_STEP, PHASES, duration, phase_totals
+from smp.report.summary import OF_A_STEP, PHASES, phase_totals
 from smp.train.arguments import FLAGS
 from smp.train.history import default_settings
+from smp.units import duration, readable
 
 MOST_ROWS = 200
 _MEANING = {

@@ -13,7 +13,7 @@ from smp.faults.stop import INTERRUPTED, STOPPED
 from smp.plots import DRAWN, metrics_figure
 from smp.report.html import Html, join, tag
 from smp.report.run_files import RunFiles, finite, number, table_of
-from smp.train.hints import short
+from smp.units import duration, short
 
 Line = dict[str, Any]
 PHASES = ("data", "forward", "backward", "optimizer", "agreement", "logging", "validation", "checkpoint", "end")
@@ -33,18 +33,6 @@ def state(run: RunFiles) -> tuple[str, str, str]:
     if status in (STOPPED, INTERRUPTED) and not reason:
         return "stopped", "stopped", f"It was asked to stop, at step {step} (exit status {status})."
     return "failed", "failed", f"It failed at step {step} (exit status {status}): {reason}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as ``12.3 s``, ``4 min 05 s``, ``3 h 12 min`` or ``2 d 4 h``."""
-    total = round(seconds)
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    if total < 3600:
-        return f"{total // 60} min {total % 60:02} s"
-    if total < 86400:
-        return f"{total // 3600} h {total // 60 % 60:02} min"
-    return f"{total // 86400} d {total // 3600 % 24} h"
 
 
 def trained_seconds(run: RunFiles) -> float:

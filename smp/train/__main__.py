@@ -23,7 +23,7 @@ from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.arguments import ArgumentsError, parse_args
 from smp.train.checked_job import CheckedJob, check_job, problems_of_rest
-from smp.train.elsewhere import planned_launch
+from smp.train.dry_run import planned_launch
 from smp.train.evaluate import evaluate
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.history import recorded

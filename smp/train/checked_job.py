@@ -24,7 +24,7 @@ from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_
 from smp.runtime import Launch, allocator_variable, choose_backend
 from smp.train.adapters import chosen_tokens
 from smp.train.arguments import ArgumentsError, TrainConfig
-from smp.train.elsewhere import (
+from smp.train.dry_run import (
     is_elsewhere,
     missing_data,
     planned_device,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from smp.checkpoint.base import begin_digest, digest_together, warn_unless_compared
-from smp.checkpoint.layout import LATEST
+from smp.checkpoint.directory import LATEST
 from smp.checkpoint.local import common_start, refuse_other_kinds
 from smp.checkpoint.remote import RemoteCheckpoint
 from smp.checkpoint.restore import Damaged, restore_model

@@ -85,14 +85,6 @@ def without(words: Sequence[str], flag: str) -> list[str]:
     return kept
 
 
-def short(count: float) -> str:
-    """Format a count with three digits: 950, 2.08 M, 6.74 B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= 0.9995 * size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f}"
-
-
 def _word(path: Path) -> str:
     """Format a path for a command."""
     return shlex.quote(shown(path))

@@ -12,7 +12,7 @@ import torch
 from smp.config import Settings, flag_text
 from smp.errors import UserError
 from smp.memory.advice import Change, changes_that_help
-from smp.memory.estimate import GIB, peak_bytes, processes_that_fit
+from smp.memory.estimate import peak_bytes, processes_that_fit
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import available_memory
 from smp.memory.shape import ModelShape, Workload, workload
@@ -26,6 +26,7 @@ from smp.parallel.technique import Setup
 from smp.runtime import Launch
 from smp.train import garbage
 from smp.train.arguments import SECTIONS, TrainConfig
+from smp.units import GIB
 
 # Of settings that are auto, in the order in which they are chosen.
 CHOOSERS = [*parallelize.CHOOSERS, garbage.choose]

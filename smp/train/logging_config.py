@@ -25,11 +25,6 @@ class LoggingConfig(Section):
 
     logging_freq: int = setting(1, "Steps between log lines.", minimum=1)
     logging_freq_for_avg: int = setting(50, "Steps between lines of running averages.", minimum=1)
-    log_reduced_training_loss: bool = setting(
-        False,
-        "SMP v2's switch to a loss averaged over all ranks.",
-        no_effect="the logged loss is always the mean over the global batch",
-    )
     tensorboard_dir: tuple[str, ...] = setting(
         (), "TensorBoard folders, each with all the curves. Default: tensorboard/ in --output_dir if it is installed."
     )

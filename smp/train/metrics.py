@@ -17,12 +17,13 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from smp.errors import UserError
-from smp.log import FILE_ONLY, digits, get_logger
+from smp.log import FILE_ONLY, get_logger
 from smp.train.curves import Curves
 from smp.train.logging_config import GET_TENSORBOARD, LoggingConfig, nccl_bandwidths
 from smp.train.progress_bar import ProgressBar
 from smp.train.state import TrainState
 from smp.train.writers import Trackers, Writers
+from smp.units import clock, digits
 
 logger = get_logger(__name__)
 
@@ -200,7 +201,7 @@ class MetricsLogger:
             "Batch %d Loss: %s, Speed: %s samples/sec, Model TFLOPS/GPU: %s, lr: %s, gradnorm: %s, "
             "Tokens/sec: %.0f, %sTime left: %s%s%s",
             step, f"{loss:.5f}", digits(speed.samples_per_sec, 2), digits(tflops, 2), digits(lr, 6),
-            digits(grad_norm, 4), speed.tokens_per_sec, _memory_text(memory), _clock(left),
+            digits(grad_norm, 4), speed.tokens_per_sec, _memory_text(memory), clock(left),
             f", Processed tokens/sec: {processed:.0f}" if differ else "", _listed(more), extra=self._line,
         )  # fmt: skip
         rate = speed.tokens_per_sec
@@ -372,11 +373,6 @@ def json_line(record: Mapping[str, Any]) -> str:
 def _memory_text(memory: Mapping[str, float | None]) -> str:
     peak = memory.get("mem_peak_gib")
     return "" if peak is None else f"Memory: {peak:.2f} GiB, "
-
-
-def _clock(seconds: float) -> str:
-    total = max(round(seconds), 0)
-    return f"{total // 3600}:{total // 60 % 60:02}:{total % 60:02}"
 
 
 def _spread(values: list[float]) -> dict[str, float]:

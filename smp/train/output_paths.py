@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from smp.checkpoint.layout import nearest_existing
+from smp.checkpoint.directory import nearest_existing
 from smp.checkpoint.local import local_directory
 from smp.checkpoint.model_store import refuse_foreign_objects
 from smp.checkpoint.object_store import is_url
@@ -26,7 +26,7 @@ from smp.errors import ConfigError, Problems, UserError
 from smp.plan.document import START
 from smp.plan.ledger import ERROR, PLAN
 from smp.train.arguments import TrainConfig
-from smp.train.elsewhere import is_elsewhere
+from smp.train.dry_run import is_elsewhere
 
 # Files that a run replaces in its directory, by names that others use, too, and how smp's begin.
 _WRITTEN = {

@@ -23,7 +23,6 @@ from torch import nn
 
 from smp.checkpoint.manifest import versions
 from smp.config import ActivationConfig
-from smp.dry_run import report
 from smp.environment import environment_with, malloc
 from smp.log import get_logger
 from smp.memory.limits import available_memory
@@ -31,10 +30,11 @@ from smp.memory.profile import profile_memory
 from smp.memory.tracker import peak_rss_bytes
 from smp.parallel.choices import Choice
 from smp.plan import document, ledger
-from smp.plan.fork import end_with_parent
+from smp.processes import end_with_parent
 from smp.train.checked_job import CheckedJob
-from smp.train.elsewhere import is_elsewhere
+from smp.train.dry_run import is_elsewhere, report
 from smp.train.job import Job, choose_settings, given_words, host_memory, plan_command, planned_batch, sizes
+from smp.units import GIB
 
 logger = get_logger("train")
 
@@ -84,7 +84,7 @@ def planner_command(job: Job) -> list[str]:
     device = job.device
     argv = [sys.executable, "-m", "smp", "plan", "--search", "0", *_size_words(job)]
     if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+        memory = torch.cuda.get_device_properties(device).total_memory / GIB
         argv += ["--device", torch.cuda.get_device_name(device), "--gpu_memory_gib", f"{memory:.2f}"]
     else:
         argv += ["--device", "cpu"]

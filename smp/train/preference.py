@@ -17,12 +17,11 @@ from torch import nn
 
 from smp.config import AUTO, LossConfig, Section, setting
 from smp.data.config import DataConfig
-from smp.host_copies import to_device
 from smp.loss import IGNORE_INDEX
-from smp.microbatch import Microbatch
 from smp.models.model_config import ModelConfig
 from smp.parallel import lora
 from smp.parallel.documents import document_index
+from smp.parallel.microbatch import Microbatch, to_device
 from smp.parallel.parallelize import own_part
 from smp.parallel.sequences import sum_over_ranks
 from smp.parallel.technique import Setup

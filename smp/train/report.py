@@ -16,7 +16,7 @@ from torch import nn
 
 from smp import __version__ as smp_version
 from smp import comm
-from smp.checkpoint.layout import LATEST, checkpoint_name
+from smp.checkpoint.directory import LATEST, checkpoint_name
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
 from smp.data.text import TextTokenizer, contradiction
@@ -36,11 +36,12 @@ from smp.train.arguments import TrainConfig
 from smp.train.checked_job import CheckedJob
 from smp.train.curves import write_curves
 from smp.train.flops import model_flops_per_token
-from smp.train.hints import next_commands, short, shown
+from smp.train.hints import next_commands, shown
 from smp.train.job import batch_of_flags, changes_of, sizes
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.state import Start, TrainState
 from smp.train.writers import Trackers
+from smp.units import short
 
 logger = get_logger("train")
 

@@ -35,10 +35,6 @@ class RunConfig(Section):
         "Take kernels that give the same bits each time (torch.use_deterministic_algorithms); on GPUs attention's "
         "backward is slower then, and an operation that has no such kernel ends the run with torch's error.",
     )
-    same_seed: bool = setting(
-        False, "SMP v2's switch to one seed for all ranks.", no_effect="SMP v2 never read it; --seed sets the seed"
-    )
-    framework: str = setting("fsdp", "SMP v2's name of the framework.", no_effect="SMP v2 never read it")
     dry_run: bool = setting(False, "Check everything, print the memory each rank needs, and stop.")
     dry_run_world_size: int | None = setting(
         None,

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from smp.checkpoint.fetch import asking, asking_together, locate, refuse_remote
-from smp.checkpoint.layout import (
+from smp.checkpoint.directory import (
     LATEST,
     TEMPORARY,
     choose_checkpoint,
@@ -21,6 +20,7 @@ from smp.checkpoint.layout import (
     set_aside,
     step_of,
 )
+from smp.checkpoint.fetch import asking, asking_together, locate, refuse_remote
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.object_store import is_url
@@ -42,7 +42,7 @@ from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
 from smp.parallel.choices import agree_on_choices
 from smp.train.arguments import DEFAULT_MAX_STEPS
 from smp.train.checked_job import CheckedJob
-from smp.train.elsewhere import is_elsewhere
+from smp.train.dry_run import is_elsewhere
 from smp.train.history import last_start
 from smp.train.job import batch_of_flags, check_global_batch, choose_settings, refuse_too_large
 from smp.train.metrics import last_logged_step

@@ -13,13 +13,12 @@ from torch import nn
 from smp.config import ParallelConfig
 from smp.data.data_pipeline import StepBatch
 from smp.faults.nonfinite import spread_nonfinite
-from smp.host_copies import to_device
 from smp.loss import IGNORE_INDEX
-from smp.microbatch import FOR_THE_STEP, Microbatch
 from smp.optim.optimizers import MixedOptimizer
 from smp.parallel.attention import document_lengths
 from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
+from smp.parallel.microbatch import FOR_THE_STEP, Microbatch, to_device
 from smp.parallel.parallelize import own_part
 from smp.parallel.sharding import set_gradient_sync
 from smp.parallel.technique import Setup, after_update, extra_loss

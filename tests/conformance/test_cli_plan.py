@@ -17,9 +17,10 @@ from smp.launch.command_line import check_arguments
 from smp.memory.categories import OTHER
 from smp.plan import document, ledger, request
 from smp.plan.devices import DEVICES, read_row, write_row
-from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime
+from smp.plan.records import LayoutPlan, Moment, RankMemory, StepTime
 from smp.train import planned
 from smp.train.arguments import FLAGS
+from smp.units import GIB
 from tests.clock import HANG_SECONDS
 from tests.job import LLAMA, run_job
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import smp.comm
 from smp.comm import arena
-from smp.comm.report import Count, Key, readable
+from smp.comm.report import Count, Key
+from smp.units import readable
 from tests.clock import Clock, wait_until
 from tests.distributed import run_distributed, run_ranks, signal_others, wait_for
 

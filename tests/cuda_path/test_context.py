@@ -64,8 +64,8 @@ def test_exchanges_of_a_block(exchange, ranks, flags):
     # In a ring the first rank's second part sees the first whole, and both of every other rank; else all keys are here.
     once = 2 * ranks if exchange == "p2p" else 1
     assert calls(step) == ((1 + again) * once, once)
-    moved = {text: count for text, count in by_file(step["copies"]).items() if "host_copies" in text}
-    assert moved == {"cpu to cuda @ smp/host_copies.py": OF_BATCH + PLACES * once}
+    moved = {text: count for text, count in by_file(step["copies"]).items() if "microbatch.py" in text}
+    assert moved == {"cpu to cuda @ smp/parallel/microbatch.py": OF_BATCH + PLACES * once}
 
 
 @pytest.mark.parametrize(

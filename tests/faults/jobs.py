@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from smp.checkpoint.background import PendingWrite
-from smp.faults import peers, propagate, watchdog
+from smp.faults import members, propagate, watchdog
 from smp.train import __main__ as train_main
 from smp.train import step as one_step
 from smp.train import trainer, validation
@@ -57,7 +57,7 @@ def watched_by(clock: SharedClock, *, silent: int | None = None) -> None:
     look at what the ranks have published is taken when all but ``silent`` have done so since the first: a busy machine
     changes nothing.
     """
-    within, seen, first = peers.within, peers.Members.seen, []
+    within, seen, first = members.within, members.Members.seen, []
     connect = watchdog.Watchdog.connect
 
     def patient(seconds, call):
@@ -75,9 +75,9 @@ def watched_by(clock: SharedClock, *, silent: int | None = None) -> None:
 
     watchdog.time = clock
     watchdog.Watchdog.connect = connected
-    peers.ANSWER_SECONDS = HANG_SECONDS
-    peers.within = watchdog.within = propagate.within = patient
-    peers.Members.seen = seen_anew
+    members.ANSWER_SECONDS = HANG_SECONDS
+    members.within = watchdog.within = propagate.within = patient
+    members.Members.seen = seen_anew
 
 
 def writes_end_first() -> None:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from smp.checkpoint.layout import find_checkpoints, quick_problem
+from smp.checkpoint.directory import find_checkpoints, quick_problem
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.errors import UserError
 from smp.train import __main__ as train_main

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from smp.checkpoint.layout import find_checkpoints
+from smp.checkpoint.directory import find_checkpoints
 from smp.checkpoint.outcome import attempt
 from tests.faults.disk import fail, fill_after
 from tests.faults.jobs import writes_end_first

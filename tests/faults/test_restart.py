@@ -15,7 +15,7 @@ import pytest
 
 from smp import runtime
 from smp.errors import RankError, UserError
-from smp.faults.peers import process_state
+from smp.faults.members import process_state
 from smp.faults.restart import is_crash_loop
 from smp.launch import local
 from smp.launch.local import LocalJob

@@ -14,7 +14,7 @@ import threading
 import pytest
 
 from smp.checkpoint import safetensors_io
-from smp.checkpoint.layout import quick_problem
+from smp.checkpoint.directory import quick_problem
 from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.writer import await_parts, part_name, write_part
 from tests.clock import HANG_SECONDS

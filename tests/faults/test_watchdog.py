@@ -13,7 +13,7 @@ import torch.distributed as dist
 from smp import runtime
 from smp.errors import PeerError
 from smp.faults import watchdog
-from smp.faults.peers import Activity, Member, Seen, describe_hang, process_state
+from smp.faults.members import Activity, Member, Seen, describe_hang, process_state
 from smp.faults.propagate import failing_together
 from smp.faults.watchdog import TICK_SECONDS, Watchdog
 from tests.clock import Clock, SharedClock, wait_until

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from smp.memory.profile import profile_memory
-from smp.memory.tracker import GIB, MemoryTracker, memory_stats
+from smp.memory.tracker import MemoryTracker, memory_stats
 from smp.memory.warnings import logger as warnings_logger
 from smp.memory.warnings import warn_of_cache_flushes
 from smp.parallel.activation_checkpoint import apply_activation_checkpointing
 from smp.parallel.loss import chunk_loss, linear_cross_entropy
 from smp.parallel.offload import DiskStore, HostStore, apply_activation_offload
+from smp.units import GIB
 from tests.reference import global_batch
 from tests.unit.test_activation_offload import blocks_of, dropout_model
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from smp.checkpoint.layout import find_checkpoints
+from smp.checkpoint.directory import find_checkpoints
 from tests.job import assert_resumes, losses, run_job
 from tests.reference import VOCABULARY, build_reference
 

@@ -17,12 +17,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import train_lib
 from smp.config import ParallelConfig, Settings
-from smp.dry_run import sharded_model
 from smp.errors import UserError
 from smp.memory.estimate import estimate_memory
 from smp.memory.shape import Workload, model_shape
 from smp.mesh import Mesh, lay_out
 from smp.models.model_config import ModelConfig, resolve_model
+from smp.train.dry_run import sharded_model
 
 WORK = Workload(sequence_length=4096, micro_batch_size=1, compute_bytes=2)
 

@@ -17,11 +17,11 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
-from smp.checkpoint import layout as layout_module
+from smp.checkpoint import directory as directory_module
 from smp.checkpoint import manifest as manifest_module
 from smp.checkpoint import writer
 from smp.checkpoint.checkpointer import Checkpointer
-from smp.checkpoint.layout import (
+from smp.checkpoint.directory import (
     choose_checkpoint,
     find_checkpoints,
     publish,
@@ -284,7 +284,7 @@ def test_prune_keeps_the_best(tmp_path):
 
 def test_a_kept_checkpoint_is_read_once_while_its_manifest_is_as_it_was(tmp_path, monkeypatch):
     reads = []
-    monkeypatch.setattr(layout_module, "read_manifest", lambda path: reads.append(path.name) or read_manifest(path))
+    monkeypatch.setattr(directory_module, "read_manifest", lambda path: reads.append(path.name) or read_manifest(path))
     for step in (1, 2, 3):
         make(tmp_path, step, val_loss=float(step))
         prune(tmp_path, "m", keep=2, keep_best=1)

@@ -13,7 +13,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from smp.checkpoint import background, layout
+from smp.checkpoint import background, directory
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.errors import RunError, UserError
 from tests.distributed import run_distributed, run_ranks
@@ -158,7 +158,7 @@ def _not_deleted(folder: str) -> None:
         return delete(path, *args, **options)
 
     if dist.get_rank() == 0:
-        layout.shutil.rmtree = busy
+        directory.shutil.rmtree = busy
     assert checkpoints.save(2).exists()
     assert checkpoints.save(2, "again").exists()
     assert checkpoints.load().extra == "again"

@@ -14,9 +14,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 # A file imports only from lower layers, or from its own package within one layer.
 LAYERS = {
-    "smp.errors": 0,
-    "smp.config": 1, "smp.log": 1, "smp.json_input": 1, "smp.yaml_input": 1, "smp.host_copies": 1,
-    "smp.microbatch": 1, "smp.axes": 1,
+    "smp.errors": 0, "smp.compat.absent": 0,
+    "smp.config": 1, "smp.log": 1, "smp.units": 1, "smp.json_input": 1, "smp.yaml_input": 1,
+    "smp.axes": 1, "smp.processes": 1,
     "smp.environment": 1,
     "smp.starting": 2, "smp.runtime": 2, "smp.mesh": 2, "smp.models": 2, "smp.loss": 2,
     "smp.comm": 3, "smp.cpu_bf16": 3, "smp.delayed_init": 3, "smp.memory.shape": 3, "smp.memory.warnings": 3,
@@ -24,9 +24,9 @@ LAYERS = {
     "smp.parallel.parallelize": 5, "smp.plots": 5,
     "smp.faults": 4, "smp.data": 5, "smp.compat": 5,
     "smp.checkpoint": 6, "smp.fsdp": 6, "smp.api": 6, "smp.memory": 6,
-    "smp": 7, "smp.dry_run": 7, "smp.sagemaker": 8,
+    "smp": 7, "smp.sagemaker": 8,
     "smp.plan.records": 7, "smp.plan.cost": 7, "smp.plan.document": 7, "smp.plan.ledger": 7,
-    "smp.plan.fork": 7, "smp.plan.devices": 7, "smp.launch.local": 3, "smp.launch.hosts": 3,
+    "smp.plan.devices": 7, "smp.launch.local": 3, "smp.launch.hosts": 3,
     "smp.train": 8, "smp.plan": 9, "smp.doctor": 10, "smp.launch": 10, "smp.report": 10,
     "smp.cli": 11, "smp.__main__": 12,
     "arguments": 13, "train_lib": 13, "data": 13,
@@ -152,7 +152,7 @@ def test_the_whole_configuration_stays_at_the_top():
     users = {module_name(p) for p in sources() if any(i.endswith(".TrainConfig") for i in imports(p))}
     assert users <= {
         "arguments",
-        "smp.train.elsewhere",
+        "smp.train.dry_run",
         "smp.train.start",
         "smp.train.checked_job",
         "smp.train.job",

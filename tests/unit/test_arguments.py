@@ -15,6 +15,7 @@ import smp
 from docs import make_tables
 from docs.smp_v2_tables import FLAGS as SMP_V2
 from smp.compat import other_trainers
+from smp.compat.absent import ABSENT
 from smp.errors import ConfigError, UserError
 from smp.models.families import list_presets
 from smp.parallel.parallelize import settings_of
@@ -240,6 +241,8 @@ def test_sagemaker_channels_stand_in_for_the_data_folders(monkeypatch):
 def test_every_setting_has_a_help_and_one_place():
     names = [f.name for cls in SECTIONS.values() for f in dataclasses.fields(cls)]
     assert len(names) == len(set(names)) and {f.field.name for f in FLAGS.values()} == set(names)
+    absent = {row.name for rows in ABSENT.values() for row in rows}
+    assert absent == {name for name, flag in FLAGS.items() if flag.is_missing or flag.field.metadata["no_effect"]}
     for flag in FLAGS.values():
         metadata = flag.field.metadata
         assert metadata["help"].endswith((".", ";", ")")) and len(metadata["help"]) > 10, flag.field.name

@@ -16,9 +16,9 @@ from smp.compat.init_settings import read_settings
 from smp.config import ParallelConfig
 from smp.errors import UserError
 from smp.mesh import lay_out, resolve_mesh, sharding_choices
-from smp.plan.records import GIB
 from smp.plan.search import Found
 from smp.plan.tables import ranking, title_of
+from smp.units import GIB
 from tests.distributed import run_distributed
 from tests.unit.test_plan_search import found_layouts, plan_of
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from smp.data.convert import LONGEST_TMPDIR
 from smp.data.data_pipeline import BatchShape, DataConfig, DataPipeline, create_data_pipeline
 from smp.data.packing import Collator, Row, RowSource
 from smp.data.synthetic import SyntheticRows
 from smp.errors import ConfigError, RunError, UserError
+from smp.processes import LONGEST_TMPDIR
 from smp.train.arguments import parse_args
 from tests.clock import HANG_SECONDS, wait_until
 from tests.unit.test_data_convert import alive

@@ -15,10 +15,10 @@ from smp.memory.shape import model_shape
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.plan import request
 from smp.plan.closed_time import estimate
-from smp.plan.records import GIB
 from smp.runtime import Launch
 from smp.train import checked_job
 from smp.train.arguments import parse_args
+from smp.units import GIB
 
 MODELS = ("llama7b", "llama3_8b")
 DEVICES = (("h100", 80.0), ("h100", 79.1), ("a100_40gb", 39.4), ("h100", 24.0), ("h200", 140.0))

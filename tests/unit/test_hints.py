@@ -11,7 +11,8 @@ from smp.data.config import DataConfig
 from smp.environment import Launch
 from smp.parallel.lora import Config as LoraConfig
 from smp.train import report
-from smp.train.hints import next_commands, short, without
+from smp.train.hints import next_commands, without
+from smp.units import short
 
 
 def results(curves=None, tensorboard=(), final=None, checkpoint=None):

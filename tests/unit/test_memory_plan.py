@@ -15,19 +15,20 @@ import torch.distributed as dist
 
 from smp import runtime
 from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, Settings
-from smp.dry_run import report, sharded_parameters
 from smp.errors import UserError
 from smp.faults.guard import Guard
 from smp.memory import limits
 from smp.memory.advice import changes_that_help
-from smp.memory.estimate import GIB, estimate_memory, memory_at, peak_bytes, processes_that_fit
+from smp.memory.estimate import estimate_memory, memory_at, peak_bytes, processes_that_fit
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import CONTEXT_BYTES, agree_on_memory, available_memory
 from smp.memory.shape import Moment, Workload, model_shape
 from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.parallel import lora, parallelize
-from smp.train import checked_job, elsewhere
+from smp.train import checked_job, dry_run
+from smp.train.dry_run import report, sharded_parameters
+from smp.units import GIB
 from tests.distributed import run_distributed
 from tests.job import run_job
 
@@ -303,7 +304,7 @@ def a_gpu_each(rank):
     """A rank's fake GPU, of which rank 1's is nearly full."""
     torch.cuda.set_device = lambda device: None
     torch.cuda.mem_get_info = lambda device: ((80 - 79 * rank) * GIB, 80 * GIB)
-    elsewhere.choose_device = lambda launch: torch.device("cuda", launch.local_rank)
+    dry_run.choose_device = lambda launch: torch.device("cuda", launch.local_rank)
     Guard.refuse_crash_loop = lambda guard, step: None  # counts on the GPU
     runtime.choose_backend = checked_job.choose_backend = lambda comm, device: "gloo"
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from smp.memory import tracker as memory_tracker
-from smp.memory.tracker import GIB, MemoryTracker, cpu_tensor_bytes, memory_stats, peak_rss_bytes, rss_bytes
+from smp.memory.tracker import MemoryTracker, cpu_tensor_bytes, memory_stats, peak_rss_bytes, rss_bytes
+from smp.units import GIB
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 1)

@@ -10,11 +10,11 @@ import threading
 import pytest
 
 from smp.errors import ConfigError, UserError
-from smp.log import digits
 from smp.train import logging_config, metrics, writers
 from smp.train.logging_config import LoggingConfig
 from smp.train.metrics import MetricsLogger, NullMetricsLogger, last_logged_step
 from smp.train.state import TrainState
+from smp.units import digits
 
 MEMORY = {"mem_allocated_gib": None, "mem_peak_gib": 1.5, "host_rss_gib": 1.25}
 KEYS = [

@@ -17,11 +17,12 @@ from smp.plan import request as plan_request
 from smp.plan.cost import cost_of, disk_bytes, host_bytes
 from smp.plan.devices import device_row
 from smp.plan.layouts import LONG, differences, layouts, parts
-from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime, parse_count
+from smp.plan.records import LayoutPlan, Moment, RankMemory, StepTime, parse_count
 from smp.plan.request import more_devices, rates, read_request
 from smp.plan.search import MOST_TRACES, Estimate, instructive, search
 from smp.plan.tables import title_of
 from smp.train.arguments import parse_args
+from smp.units import GIB
 from tests.job import LLAMA
 
 LIMIT = 80 * GIB

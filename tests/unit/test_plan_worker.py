@@ -28,9 +28,9 @@ from smp.memory.estimate import BASE_CPU_BYTES
 from smp.parallel import sharding
 from smp.plan import shim, world
 from smp.plan.devices import DEVICES, DeviceRow
-from smp.plan.fork import in_child
 from smp.plan.plan import plan_layout
 from smp.plan.worker import serve, worker
+from smp.processes import in_child
 from tests.clock import HANG_SECONDS
 from tests.job import LLAMA, NEOX
 
@@ -127,7 +127,7 @@ def test_the_end_of_the_fork_that_plans_is_a_sentence():
 
 @pytest.mark.full
 def test_the_fork_that_plans_ends_with_its_process():
-    code = "import time\nfrom smp.plan.fork import in_child\nin_child(lambda: (print(1, flush=True), time.sleep(1e6)))"
+    code = "import time\nfrom smp.processes import in_child\nin_child(lambda: (print(1, flush=True), time.sleep(1e6)))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"
         process.kill()

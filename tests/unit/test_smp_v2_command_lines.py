@@ -16,7 +16,7 @@ from smp.parallel.tensor.technique import overlap_obstacle
 from smp.runtime import Launch
 from smp.train.arguments import FLAGS, parse_args
 from smp.train.checked_job import check_job
-from smp.train.elsewhere import planned_launch
+from smp.train.dry_run import planned_launch
 from tests.job import LLAMA
 
 # Facts of public notebooks and scripts: the settings that they give, and the estimator's parameters.

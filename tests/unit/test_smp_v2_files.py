@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from smp.checkpoint.layout import choose_checkpoint, refuse_foreign
+from smp.checkpoint.directory import choose_checkpoint, refuse_foreign
 from smp.data.storage import JSONL, list_files
 from smp.errors import UserError
 from smp.models.model_config import resolve_model

@@ -34,9 +34,9 @@ from smp.parallel.activation_checkpoint import checkpointed_blocks
 from smp.parallel.technique import Sent, Setup, Traffic
 from smp.plan.closed_time import estimate, step_time
 from smp.plan.devices import device_row
-from smp.plan.records import GIB
 from smp.plan.request import read_request
 from smp.train.step import train_step
+from smp.units import GIB
 from tests import adapters, ballast
 from tests.distributed import run_distributed
 from tests.flags import SYNTHETIC, in_child, one_process, plan_of

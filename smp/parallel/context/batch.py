@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, shift_labels
 from smp.mesh import Mesh
-from smp.microbatch import Microbatch
 from smp.parallel.context.functions import SequenceShard
 from smp.parallel.context.layout import Range, split_columns
 from smp.parallel.documents import bounds_of
+from smp.parallel.microbatch import Microbatch
 
 _TAKEN = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "document_bounds")
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from smp.host_copies import to_device
 from smp.parallel.context.layout import Piece, Range, Span, pieces
+from smp.parallel.microbatch import to_device
 
 GPU_DTYPES = [torch.bfloat16, torch.float16]  # of the kernels of GPUs
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

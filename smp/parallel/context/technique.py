@@ -12,7 +12,6 @@ from torch import nn
 from smp.config import ActivationConfig, ParallelConfig
 from smp.memory.shape import NONE, ModelShape, Moment, Workload
 from smp.mesh import Mesh
-from smp.microbatch import Microbatch
 from smp.models.model_config import ModelConfig
 from smp.parallel import attention
 from smp.parallel.choices import Choice, Situation
@@ -20,6 +19,7 @@ from smp.parallel.context.attention import name_of, register
 from smp.parallel.context.batch import cut
 from smp.parallel.context.fit import misfit
 from smp.parallel.context.kernels import GPU_DTYPES
+from smp.parallel.microbatch import Microbatch
 from smp.parallel.technique import Sent, Setup, Traffic
 
 Config = ParallelConfig

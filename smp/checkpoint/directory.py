@@ -1,4 +1,4 @@
-"""Layout of checkpoints on disk: names, atomic publication, deletion, and the choice of one to resume from.
+"""The directories of checkpoints on disk: names, atomic publication, deletion, and the choice of one to resume from.
 
 A checkpoint is a directory ``<model>-<step>steps`` with the files that its ``manifest.json`` lists, and no others. It
 is written under a temporary name, which ends in ``.tmp``, and renamed when complete; one to be deleted is renamed back

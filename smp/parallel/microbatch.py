@@ -1,4 +1,4 @@
-"""The form of a micro-batch, from the data to the loss."""
+"""The form of a micro-batch, from the data to the loss, and its copies on a device."""
 
 from __future__ import annotations
 
@@ -48,3 +48,10 @@ FOR_THE_STEP = (
     "targets", "document_bounds", "longest_document", "sample_ids", "reference", "sequences", "sequence_tokens",
     "chosen",
 )  # fmt: skip
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; the host does not wait, and may change the original only if that is not pinned."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # else the copy would wait for the GPU; what is pinned remains as it is
+    return tensor.to(device, non_blocking=True)

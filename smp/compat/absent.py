@@ -1,0 +1,85 @@
+"""Flags of SMP v2 for what is not here: refused by value, or accepted because they change nothing by construction.
+
+Nothing reads them: :class:`smp.config.Section` adds them to the sections.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+_NO_MOE = "mixture-of-experts models are out of scope for now; leave it "
+_NO_FP8 = "fp8 is out of scope for now; leave it "
+
+
+class Absent(NamedTuple):
+    """One flag, with either reason as of :func:`smp.config.setting`; ``otherwise``: its default alone is accepted."""
+
+    name: str
+    default: Any
+    help: str
+    otherwise: str = ""
+    no_effect: str = ""
+    kind: Any = None  # default: the type of the default
+
+
+# By the setting behind which they stand in the section, its help and its page.
+ABSENT: dict[str, tuple[Absent, ...]] = {
+    "embd_pdrop": (
+        Absent("summary_first_pdrop", None, "Dropout of GPT-2's summary head.", kind=float | None,
+               no_effect="a model that is trained on text has no summary head"),
+    ),
+    "attn_implementation": (
+        Absent("use_smp_flash_attn", None, "SMP v2's flash attention.", kind=bool | None,
+               no_effect="attention is Hugging Face's, by --attn_implementation"),
+    ),
+    "hf_pretrained_model_name_or_dir": (
+        Absent("moe", False, "Mixture of experts.", f"{_NO_MOE}out"),
+        Absent("num_experts_per_tok", 2, "Experts per token.", f"{_NO_MOE}out"),
+        Absent("num_local_experts", 8, "Experts per block.", f"{_NO_MOE}out"),
+        Absent("moe_load_balancing", "sinkhorn", "How tokens are spread over experts.", f"{_NO_MOE}out",
+               kind=Literal["sinkhorn", "balanced", "aux_loss", "none"]),
+        Absent("global_token_shuffle", False, "Shuffle tokens over experts.", f"{_NO_MOE}out"),
+        Absent("moe_all_to_all_dispatcher", True, "Send tokens by all-to-all.", f"{_NO_MOE}out"),
+        Absent("moe_fp8_checkpoint_attn", True, "Checkpoint attention alone.", f"{_NO_MOE}out"),
+        Absent("moe_fp8_checkpoint_moe", True, "Checkpoint experts on their own.", f"{_NO_MOE}out"),
+    ),
+    "dataset_split": (
+        Absent("data_type", "gpt", "SMP v2's kind of model.", kind=Literal["gpt", "bert"],
+               no_effect="SMP v2 never passed it on; --dataset_type chooses the files"),
+    ),
+    "evaluate_only": (
+        Absent("preserve_np_state", False, "Restore numpy's random state after validation.",
+               no_effect="validation draws no random numbers"),
+    ),
+    "deterministic": (
+        Absent("same_seed", False, "SMP v2's switch to one seed for all ranks.",
+               no_effect="SMP v2 never read it; --seed sets the seed"),
+        Absent("framework", "fsdp", "SMP v2's name of the framework.", no_effect="SMP v2 never read it"),
+    ),
+    "logging_freq_for_avg": (
+        Absent("log_reduced_training_loss", False, "SMP v2's switch to a loss averaged over all ranks.",
+               no_effect="the logged loss is always the mean over the global batch"),
+    ),
+    "context_parallel_degree": (
+        Absent("expert_parallel_degree", 1, "Ranks that split the experts.", f"{_NO_MOE}at 1"),
+        Absent("use_smp_implementation", False, "SMP v2's switch to its own tensor-parallel model code.",
+               no_effect="--tensor_parallel_degree above 1 is the switch, and the model code is always Hugging Face's"),
+    ),
+    "fsdp_cache_flush_warnings": (
+        Absent("limit_all_gathers", True, "FSDP1's rate limiter.",
+               no_effect="fully_shard bounds the gathers in flight by itself"),
+        Absent("use_orig_params", False, "FSDP1's switch to original parameters.",
+               no_effect="fully_shard always keeps the original parameters"),
+    ),
+    "bf16": (
+        Absent("fp8", False, "Compute in fp8.",
+               f"{_NO_FP8}at 0 and use --bf16 1 (SMP v2's default of 1 is not kept)"),
+        Absent("fp8_amax_history_len", 1024, "Length of fp8's scaling history.", f"{_NO_FP8}out"),
+        Absent("fp8_amax_compute_algo", "max", "How fp8 scales are computed.", f"{_NO_FP8}out",
+               kind=Literal["max", "most_recent"]),
+    ),
+    "clean_cache": (
+        Absent("patch_neox_rope", True, "SMP v2's move of GPT-NeoX's rotary cache to the GPU.",
+               no_effect="the rotary embedding is computed on the model's device"),
+    ),
+}  # fmt: skip
