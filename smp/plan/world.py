@@ -215,6 +215,13 @@ def fake_group(world: int, rank: int, local: int, job_backend: str) -> Iterator[
         dist.destroy_process_group()
 
 
+class _WithoutValues(FakeTensorMode):
+    """Keeps no value of a tensor of one element: torch would compute with it on the planned device, which is absent."""
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        return False
+
+
 def fake_mode() -> FakeTensorMode:
     """Return the mode under which everything is allocated."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _WithoutValues(allow_non_fake_inputs=True)

@@ -104,6 +104,14 @@ def test_what_a_process_holds_beyond_its_tensors():
 
 
 @pytest.mark.full
+def test_one_token_of_a_job_on_gpus_is_planned_here():
+    """torch would keep the value of a tensor of one element beside the fake one, and move it to the GPU."""
+    words = [*WORDS, "--lora_rank", "2", "--lora_train_tokens", "5"]
+    with worker(DEVICES["h100"]) as ask:
+        assert plan(ask, words, DEVICES["h100"]).memory.needed
+
+
+@pytest.mark.full
 def test_a_directory_of_the_jobs_hosts_need_not_be_here(ask):
     offloaded = [*WORDS, "--offload_activations", "1"]
     with pytest.raises(UserError, match="--offload_dir"):
