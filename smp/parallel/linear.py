@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,9 +22,6 @@ from smp.errors import UserError, a_type
 
 _PRODUCT, _TRACED = "_smp_product", "smp_product"
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
-
-# Whether the layer that is being computed has had its product with the weight; None outside of other products.
-_multiplied: bool | None = None
 
 
 def local_tensor(tensor: T) -> T:
@@ -133,20 +130,10 @@ class Product:
 PLAIN = Product()
 
 
-@contextlib.contextmanager
-def _one_product(*, multiplied: bool) -> Iterator[None]:
-    global _multiplied
-    _multiplied = multiplied
-    try:
-        yield
-    finally:
-        _multiplied = None
-
-
 def one_product(
     product: Product, index: int = 0, *, multiplied: bool = False
 ) -> contextlib.AbstractContextManager[Any]:
-    """Let all that ``product`` multiplies inside count as one product; see :func:`is_main_product`.
+    """Let all that ``product`` multiplies inside count as one product; see :class:`ProductCounter`.
 
     Args:
         index: among the products that one layer computes.
@@ -154,31 +141,36 @@ def one_product(
     """
     if product is PLAIN:
         return contextlib.nullcontext()
-    if torch.compiler.is_compiling():  # operators are traced by now, and chosen among later
-        return annotate({_TRACED: None if multiplied else index})
-    return _one_product(multiplied=multiplied)
+    # In a graph, whose operators are chosen among after it is traced, the layer and a number identify the product.
+    key = index if torch.compiler.is_compiling() else object()
+    return annotate({_TRACED: None if multiplied else key})
 
 
-def is_main_product(traced: list[Any]) -> bool:
-    """Return whether the operator that multiplies now does so with a layer's weight, and not beside it.
+class ProductCounter:
+    """Counts a block's products with weights, in its forward or in its recomputation.
 
-    Selective recomputation keeps every other product of a block, which is to be the same with another product.
-
-    Args:
-        traced: empty at the block's first product, and the same list at its others; remembers the last product where
-            ``torch.compile`` traces the block.
+    Selective recomputation keeps every other one, which must be the same with another product as with torch's.
     """
-    global _multiplied
-    meta = get_current_meta()
-    if _TRACED in (custom := meta.get("custom") or {}):
-        index, modules = custom[_TRACED], meta.get("nn_module_stack")
-        product = (next(reversed(modules)) if modules else None, index)
-        before, traced[:] = index is None or product in traced, [product]
-        return not before
-    if _multiplied is None:
-        return True
-    before, _multiplied = _multiplied, True
-    return not before
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._latest: tuple[Any, Any] | None = None
+
+    def is_odd(self) -> bool:
+        """Count the operator that multiplies now, and return whether it is the first, the third, ... product.
+
+        What another product multiplies besides the weight, as an adapter does, is not counted: False.
+        """
+        meta = get_current_meta()
+        if _TRACED in (custom := meta.get("custom") or {}):
+            modules = meta.get("nn_module_stack")
+            product = (next(reversed(modules)) if modules else None, custom[_TRACED])
+            # The latest is enough: all that one product multiplies comes before the next.
+            seen, self._latest = custom[_TRACED] is None or product == self._latest, product
+            if seen:
+                return False
+        self._count += 1
+        return bool(self._count % 2)
 
 
 def replace_product(module: nn.Linear, product: Product) -> None:
