@@ -71,11 +71,14 @@ def plan_layout(argv: Sequence[str], *, nodes: int, local: int, row: DeviceRow, 
     )
 
 
-def plan_layouts(jobs: Sequence[Sequence[str]], **where: Any) -> list[LayoutPlan | UserError]:
+def plan_layouts(
+    jobs: Sequence[Sequence[str]], *, nodes: int, local: int, row: DeviceRow, exact: bool = False
+) -> list[LayoutPlan | UserError]:
     """Plan jobs, all at once, each in a fork of this process; see :func:`plan_layout`."""
     import torch._dynamo  # noqa: F401  here, as the first operation under a mode imports it in each fork
 
-    return in_children([functools.partial(plan_layout, argv, **where) for argv in jobs])
+    plan = functools.partial(plan_layout, nodes=nodes, local=local, row=row, exact=exact)
+    return in_children([functools.partial(plan, argv) for argv in jobs])
 
 
 class _Rank:
