@@ -97,7 +97,7 @@ class HostCopies:
         return sum(piece.tensor.nbytes for piece in missing)
 
     def __call__(self, pieces: list[Piece]) -> list[Piece]:
-        """Copy; from a GPU when the current stream gets there, which the host does not wait for."""
+        """Copy to the buffers; from a GPU asynchronously, on the current stream."""
         self.reserve(pieces)
         for name, tensor, _ in pieces:
             if tensor is not self._buffers[name]:

@@ -142,8 +142,10 @@ def _faked(part: Microbatch, mode: FakeTensorMode) -> Microbatch:
     return cast(Microbatch, found)
 
 
-def _told(objective: TokenLoss, parts: Sequence[Microbatch], trace: StepTrace, mode: FakeTensorMode) -> TokenLoss:
-    """Let an objective have a rank's parts of micro-batches, which follow from values, as made before."""
+def _replay_parts(
+    objective: TokenLoss, parts: Sequence[Microbatch], trace: StepTrace, mode: FakeTensorMode
+) -> TokenLoss:
+    """Serve precomputed micro-batch parts, in order: fake tensors have no values to cut by."""
     left = iter([_faked(part, mode) for part in parts])
 
     def own_part(microbatch: Microbatch) -> Microbatch:
@@ -229,7 +231,7 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
         _allocate_state(optimizer)
         batch = StepBatch([_faked(each, mode) for each in real.microbatches], mode.from_tensor(real.sample_ids))
         trace = StepTrace(model, optimizer, device, mode, capability)
-        objective = _told(loss_of(setup), parts, trace, mode)
+        objective = _replay_parts(loss_of(setup), parts, trace, mode)
         world.connect(_everyone(setup.mesh))  # over it all ranks agree at every step
         owners = _owners(model, optimizer, blocks, trace)
         beside = config.preference.dpo and not config.preference.keeps_reference(config.lora)
