@@ -24,7 +24,8 @@ from smp.errors import ConfigError, UserError
 from smp.log import is_terminal
 from smp.plan import document, ledger
 from smp.plan.devices import DeviceRow, device_row, network_share, write_row
-from smp.plan.records import GIB, TOP, LayoutPlan, Question, parse_count
+from smp.plan.question import Question
+from smp.plan.records import GIB, TOP, LayoutPlan, parse_count
 
 if TYPE_CHECKING:
     from smp.plan.request import Request

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smp.errors import UserError
-from smp.plan.devices import DeviceRow
 
 GIB = 1024**3
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -17,29 +16,6 @@ FITS, FLUSH, NO = "fits", "flush", "no"
 TOP = 3  # layouts that are looked for
 # Less headroom than this share of the limit is called tight.
 TIGHT = 0.05
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """What ``smp plan`` is asked.
-
-    Attributes:
-        argv: the job's flags.
-        nodes, local: hosts, and devices of each.
-        global_tokens: of a step over all ranks, such as ``4Mi``; None: as the flags say.
-        top: layouts that fit to look for.
-        searches: vary the layout, as far as the flags leave it open.
-        exact: trace all blocks of the best one, and its last rank, too.
-    """
-
-    argv: list[str]
-    row: DeviceRow
-    nodes: int
-    local: int
-    global_tokens: str | None = None
-    top: int = TOP
-    searches: bool = True
-    exact: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

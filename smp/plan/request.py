@@ -25,7 +25,8 @@ from smp.plan.closed_time import estimate, step_time
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes
 from smp.plan.devices import DeviceRow
 from smp.plan.layouts import Layout, layouts
-from smp.plan.records import GIB, LayoutPlan, Moment, Question, RankMemory, parse_count
+from smp.plan.question import Question
+from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, parse_count
 from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.search import Found, instructive, search
 from smp.plan.tables import argv_of, title_of

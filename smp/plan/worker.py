@@ -22,7 +22,7 @@ from smp.plan.fork import end_with_parent
 from smp.plan.shim import build_shim, python_with
 
 if TYPE_CHECKING:
-    from smp.plan.records import Question
+    from smp.plan.question import Question
     from smp.plan.request import Request
     from smp.plan.search import Found
 

@@ -15,7 +15,8 @@ from smp.memory.shape import model_shape
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.plan import request
 from smp.plan.closed_time import estimate
-from smp.plan.records import GIB, Question
+from smp.plan.question import Question
+from smp.plan.records import GIB
 from smp.runtime import Launch
 from smp.train import checked_job
 from smp.train.arguments import parse_args
