@@ -234,6 +234,7 @@ class Linears(torch.autograd.Function):
         ctx.tp, ctx.products, ctx.given = tp, products, len(given)
         ctx.regather = tp is not None and tp.sequence_parallel and not tp.save_gathered
         kept = [tensor for weight, _, *own in layers for tensor in (weight, *own)]
+        # Not as attributes of `ctx`, which hooks for saved tensors do not see: offloading and checkpointing are such.
         ctx.save_for_backward(part if ctx.regather else gathered, *kept)
         outputs = []
         for index, (product, layer) in enumerate(zip(products, layers, strict=True)):
@@ -255,6 +256,8 @@ class Linears(torch.autograd.Function):
         gathering = reducing = None
         needs_input, needs = ctx.needs_input_grad[3], _by_layer(products, ctx.needs_input_grad[4:])[0]
         if ctx.regather and any(weight or any(own) for weight, _, *own in needs):
+            # [Note: Overlap of the gather and the reduction in backward] The gradient of the input needs no gathered
+            # tokens and is computed meanwhile; those of the weights need them, and are computed while it is reduced.
             gathered, gathering = tp.gather(gathered, async_op=overlap)
         flat = [by_token(g) for g in gradients]
         input_gradient = partial = None
@@ -265,6 +268,7 @@ class Linears(torch.autograd.Function):
             partial = partial.view(*gradients[0].shape[:-1], -1)
             _wait(gathering)  # one collective after the other: both are of one group
             gathering = None
+            # The collective reads `partial`, which must live until `_wait(reducing)`: this name keeps it.
             input_gradient, reducing = (partial, None) if tp is None else tp.reduce(partial, async_op=overlap)
         _wait(gathering)
         tokens = by_token(gathered)
@@ -304,6 +308,7 @@ def linear(
     product = product_of_call(module, part)
     if product is PLAIN:
         return F.linear(x, weight, bias)
+    # The product is of the detached tensor, which shares the memory; the gradient goes to `x`.
     return Linears.apply(None, (product,), x.detach(), x, weight, bias, *own)[0]
 
 
