@@ -1,6 +1,6 @@
-"""Write a rank's part of a checkpoint, at once or in a thread beside training.
+"""Write a rank's part of a checkpoint, at once or in a background thread.
 
-Parameters and optimizer state change in the optimizer's update alone. So a thread copies them beside the next forward
+Parameters and optimizer state change in the optimizer's update alone. So a thread copies them during the next forward
 and backward pass, and only that update waits for the copy. On a GPU its stream waits, and the host does not.
 """
 
@@ -32,7 +32,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def to_host(pieces: list[Piece]) -> list[Piece]:
-    """Return the tensors on the CPU; those that are there already without a copy."""
+    """Return the tensors on the CPU; those that are on it already without a copy."""
     return [piece._replace(tensor=piece.tensor.cpu().contiguous()) for piece in pieces]
 
 
@@ -152,7 +152,7 @@ class PendingWrite:
         self.seconds = time.perf_counter() - begun
 
     def start(self) -> None:
-        """Begin :meth:`run` in a thread of its own."""
+        """Begin :meth:`run` in a thread."""
         # Recorded here: a stream is current for a thread, and the new one would wait for another than that of training.
         ready = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
 

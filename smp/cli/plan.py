@@ -212,7 +212,7 @@ def _print(request: Request, found: Found, top: int, tokens: int | None, price: 
         print("\n".join([*lines, *tables.step_table(plan, requests.rates(request, plan), block)]))
         if (spent := requests.cost(request, plan, tokens, price)) is not None:
             print(tables.cost_line(spent, "GPU" if gpus else "process"))
-    # A plan's own, of what auto is today, are for the JSON.
+    # The plan's notes, of what auto is today, are for the JSON.
     said = [*requests.packing(request), *requests.notes(request, found)]
     if found.legal > 1 or not found.plans:
         width = min(100, shutil.get_terminal_size().columns)

@@ -169,7 +169,7 @@ def accumulates(module: nn.Module) -> bool:
 
 
 def note_converted(module: Any) -> None:
-    """Take a unit's parameters as they are now for its own and unassigned, and compute in their present dtype."""
+    """Note a unit's parameters, as they are now, as unassigned, and compute in their present dtype."""
     for group in groups_of(module):
         mark_taken(fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
         for fsdp_param in group.fsdp_params:

@@ -184,7 +184,7 @@ def apply_activation_checkpointing(
             collectives.
         every: recompute every n-th block only, beginning with the first.
         preserve_rng_state: draw the same random numbers again; False spares the copies of the generators, where
-            nothing is drawn.
+            no random numbers are drawn.
 
     Raises:
         UserError: an unknown mode, ``every`` below 1, a model without ``check_fn``, or no block in it.

@@ -55,11 +55,11 @@ class Product:
     """The product of a linear layer, and its gradients: torch's, where a subclass has no other.
 
     All tensors are of this rank's part of the layer: some of its outputs (column parallel, the replicated head), or
-    some of its inputs, then without bias (row parallel). Nothing here is recorded by autograd, or does collectives.
+    some of its inputs, then without bias (row parallel). Methods are neither recorded by autograd nor do collectives.
 
     Attributes:
         dropout: rate of what it draws at random in training, so that recomputation is to draw the same again.
-        own: parameters of the layer beside weight and bias, by name: which of the layer's axes their first
+        own: parameters of the layer besides weight and bias, by name: which of the layer's axes their first
             (``outputs``) or last one (``inputs``) is, and so which part of them a rank has; None: all of them. They are
             handed to each method in this order.
     """
@@ -177,7 +177,7 @@ def replace_product(module: nn.Linear, product: Product) -> None:
     """Let a layer compute ``product``, in place, at any layout.
 
     Args:
-        module: the layer, split or not; one whose product has parameters of its own, which it must have by now, is not
+        module: the layer, split or not; one whose product has parameters (``own``), which it must have by now, is not
             split yet.
         product: its methods; one may serve several layers.
 

@@ -1,6 +1,6 @@
 """The plan of one layout: the job's step is traced, written out to all blocks and added up.
 
-For a process of its own (:mod:`smp.plan.worker`), as what torch and transformers ask of values is replaced.
+For a separate process (:mod:`smp.plan.worker`), as what torch and transformers ask of values is replaced.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Rank:
 
     def _trace(self, blocks: int) -> Trace:
         job = _with_blocks(self.job, blocks)
-        # In a process of its own: torch keeps caches of meshes, whose groups end with the trace.
+        # In a forked process: torch keeps caches of meshes, whose groups end with the trace.
         return in_child(functools.partial(_traced, job, self.backend, self.row.capability if self.row.is_gpu else None))
 
     def _memory(self, trace: Trace, step: Step) -> RankMemory:

@@ -1,6 +1,6 @@
 """One training step of a rank, run on fake tensors.
 
-The job's own code runs: ``apply_techniques``, ``build_optimizer`` and ``train_step``, under the memory profile that a
+The job's code runs: ``apply_techniques``, ``build_optimizer`` and ``train_step``, under the memory profile that a
 real run uses. The account therefore is a real run's, to the byte, as far as operations show what they allocate.
 """
 
@@ -57,7 +57,7 @@ class _Follower:
         self.trace.point = StepPhase(max(self._microbatch, 0), phase, block, part)
 
     def enter(self, phase: str) -> None:
-        """Follow ``train_step``'s own marks."""
+        """Follow the marks of ``train_step``."""
         if phase == "forward":
             self._microbatch += 1
             self._go(self._first, None, "embedding")

@@ -35,7 +35,7 @@ _OF_ANSWERS = ("smp.plan.request", "transformers.configuration_utils")
 
 @contextlib.contextmanager
 def worker(row: DeviceRow) -> Iterator[Callable[..., Any]]:
-    """Start a process that plans for a device; yields a function that calls one of :func:`serve`'s there, by name.
+    """Start a process that plans for a device; yields a function that calls one of :func:`serve`'s in it, by name.
 
     It ends with the ``with`` block. The function raises UserError where the called one does or the process has ended.
 

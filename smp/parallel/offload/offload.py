@@ -148,7 +148,7 @@ class _Offloader:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             # Backward asks the run that its closures have, not the latest: of two forwards before a backward, each
-            # prefetches its own tensors.
+            # prefetches its tensors.
             if index == 0:
                 self.run = _Run(self.horizon)
             run = self.run

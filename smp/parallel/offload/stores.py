@@ -189,7 +189,7 @@ def require_directory(directory: Path) -> None:
 
 
 class DiskStore:
-    """A file in a directory on fast disk, written and read by its own threads.
+    """A file in a directory on fast disk, written and read by two threads.
 
     The file is unlinked once it is open: the system frees it with the store or the process, even one that is killed.
 
