@@ -1,4 +1,4 @@
-"""The library in a user's own script: ``smp.init`` builds the mesh, ``smp.parallelize`` shards a Hugging Face model.
+"""The library in a user's script: ``smp.init`` builds the mesh, ``smp.parallelize`` shards a Hugging Face model.
 
 The only module with state: the configuration and mesh of ``init``, handed on to everything below.
 """
@@ -174,7 +174,7 @@ def transform(
 ) -> nn.Module:
     """Apply tensor and context parallelism to a Hugging Face causal language model in place, as SMP v2's ``transform``.
 
-    At degrees of 1 there is nothing to split. Shard the result with :func:`parallelize`.
+    At degrees of 1 no layer is split. Shard the result with :func:`parallelize`.
 
     Args:
         model: a decoder of transformers with a tensor-parallel plan (docs/models.md); the same on every rank, or on the
@@ -241,13 +241,13 @@ def parallelize(
         model: a decoder of transformers, the same on every rank; or of :func:`meta_init`: each rank then allocates its
             shards alone and draws their initial values, by the ``random_seed`` of ``init``, or without one by the
             first rank's ``torch.manual_seed``.
-        dtype: dtype to compute in; None keeps the parameters' own. Reduction is then in fp32.
+        dtype: dtype to compute in; None keeps that of the parameters. Reduction is then in fp32.
         activation_checkpointing: recompute each block in backward.
         activation: everything about activations, instead of ``activation_checkpointing``.
         loss: make the loss in chunks; None leaves the head as it is.
         gradient_reduction: over data ranks, and those of a sequence. ``sum``: divide the loss by the global number of
             valid tokens (:func:`smp.count_valid_tokens`), not by the rank's. ``mean``, as FSDP and DDP: divide it by
-            the rank's, of its own tokens.
+            the rank's.
 
     Raises:
         UserError: ``init`` was not called, the architecture is not supported, some ranks alone have a meta model, or
@@ -338,7 +338,7 @@ def sequence_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tens
 
     Returns:
         ``(batch,)``, of packed documents ``(documents,)`` in order, in at least fp32; 0 where no token is labelled. A
-        document's first token is predicted by nothing, and does not count.
+        document's first token is not predicted, and does not count.
 
     Raises:
         UserError: the model's loss is not in chunks, or the batch has no labels, or what cannot be cut by tokens.
@@ -379,7 +379,7 @@ def meta_init(config: Any, *, attn_implementation: str | None = None) -> nn.Modu
 
 
 def load_pretrained(model: nn.Module, weights: str | os.PathLike[str]) -> nn.Module:
-    """Fill a model from safetensors files in place, after :func:`parallelize`; each rank reads its own slices.
+    """Fill a model from safetensors files in place, after :func:`parallelize`; each rank reads its slices.
 
     Args:
         model: of a supported family.

@@ -4,7 +4,7 @@ Every value is a function of (seed, parameter name, position in the parameter), 
 layout and no rank ever allocates the full model.
 
 [Note: values by block]
-A parameter is cut, in row-major order, into blocks of ``BLOCK`` elements. Each block has its own generator, seeded
+A parameter is cut, in row-major order, into blocks of ``BLOCK`` elements. Each block has a generator, seeded
 by a hash of (seed, name, block number), and is always drawn in full, on the CPU. A rank draws the blocks that its
 shard touches and keeps its part of them.
 """

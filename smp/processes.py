@@ -86,7 +86,7 @@ def _fork(call: Callable[[], Any]) -> tuple[int, Connection]:
     reading, writing = Pipe(duplex=False)
     if (child := os.fork()) == 0:
         end_with_parent()
-        gc.freeze()  # what was there before is not looked through at each collection
+        gc.freeze()  # objects from before the fork are not looked through at each collection
         _answer(call, writing)
     writing.close()
     return child, reading

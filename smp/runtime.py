@@ -305,7 +305,7 @@ def _start_group(launch: Launch, device: torch.device, backend: str, seconds: fl
 
 
 def _export(launch: Launch) -> list[str]:
-    """Set torchrun's variables where another launcher has set its own, for other libraries; return those added."""
+    """Set torchrun's variables where another launcher has set others, for other libraries; return those added."""
     values = dict(zip(NAMES, launch.numbers, strict=True))
     where = dict(zip(("MASTER_ADDR", "MASTER_PORT"), rendezvous(launch), strict=True)) if launch.world_size > 1 else {}
     added = {name: str(value) for name, value in (values | where).items() if not os.environ.get(name)}

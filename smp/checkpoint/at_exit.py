@@ -1,4 +1,4 @@
-"""What a script has not waited for when it ends: the checkpoint under way is published, and uploads get there.
+"""What a script has not waited for when it ends: the checkpoint under way is published, and uploads end.
 
 Without a collective: ranks may end at different lines, by an error, or after ``destroy_process_group``. The lists in
 the temporary directory tell which ranks have written their part.
@@ -31,7 +31,7 @@ class Saving(Protocol):
     writing: PendingWrite | None
 
     def rule(self, step: int) -> Rule:
-        """Return the retention beside a checkpoint of ``step``."""
+        """Return the retention for a checkpoint of ``step``."""
 
 
 # By the process that saves: a forked one has the entries of its parent, and not its threads.
@@ -44,7 +44,7 @@ def finish_at_exit(checkpointer: Saving) -> None:
 
 
 def finished(checkpointer: Saving) -> None:
-    """Nothing of it is under way any more."""
+    """Forget it: all that it has begun has ended."""
     _unfinished.pop(checkpointer, None)
 
 

@@ -1,6 +1,6 @@
-"""Write a rank's part of a checkpoint, at once or in a thread beside training.
+"""Write a rank's part of a checkpoint, at once or in a background thread.
 
-Parameters and optimizer state change in the optimizer's update alone. So a thread copies them beside the next forward
+Parameters and optimizer state change in the optimizer's update alone. So a thread copies them during the next forward
 and backward pass, and only that update waits for the copy. On a GPU its stream waits, and the host does not.
 """
 
@@ -32,7 +32,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def to_host(pieces: list[Piece]) -> list[Piece]:
-    """Return the tensors on the CPU; those that are there already without a copy."""
+    """Return the tensors on the CPU; those that are on it already without a copy."""
     return [piece._replace(tensor=piece.tensor.cpu().contiguous()) for piece in pieces]
 
 
@@ -86,7 +86,8 @@ class HostCopies:
         ranges = [-(-piece.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in missing if piece.tensor.is_cuda]
         if ranges:
             memory = _pinned(sum(ranges))
-            # Not at the end of the process, whose memory goes anyway.
+            # The callback references the memory, which must be unregistered before it is unmapped. Not as the process
+            # ends, whose memory is freed anyway.
             weakref.finalize(self, _unpin, memory).atexit = False
             free = iter(memory.split(ranges))
         for name, tensor, _ in missing:
@@ -97,7 +98,9 @@ class HostCopies:
         return sum(piece.tensor.nbytes for piece in missing)
 
     def __call__(self, pieces: list[Piece]) -> list[Piece]:
-        """Copy; from a GPU when the current stream gets there, which the host does not wait for."""
+        """Copy to the buffers; from a GPU asynchronously, on the current stream."""
+        # [Note: Reuse of host buffers] A write reads them until it has ended. No file gets parts of two steps, as the
+        # checkpointer publishes, and so waits for, the last write before it copies for the next.
         self.reserve(pieces)
         for name, tensor, _ in pieces:
             if tensor is not self._buffers[name]:
@@ -149,7 +152,8 @@ class PendingWrite:
         self.seconds = time.perf_counter() - begun
 
     def start(self) -> None:
-        """Begin :meth:`run` in a thread of its own."""
+        """Begin :meth:`run` in a thread."""
+        # Recorded here: a stream is current for a thread, and the new one would wait for another than that of training.
         ready = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
 
         def work() -> None:
@@ -173,15 +177,18 @@ class PendingWrite:
         if self._device is not None:
             done = torch.cuda.Event(blocking=True)  # the thread sleeps
             self._event = torch.cuda.current_stream(self._device).record_event(done)
+        # After `_event`, which `wait_for_copy` reads without a lock. Set earlier, the update would change what the copy
+        # is still to read.
         self._copied.set()
         if self._event is not None:
-            self._event.synchronize()
+            self._event.synchronize()  # the host memory that is written has no values before
         write_part(self.temporary, copied.pieces, copied.shapes, rank=self.rank, check=self._check)
 
     def wait_for_copy(self) -> None:
         """Return when the tensors may change; on a GPU by what the current stream is given to do from now on."""
         self._copied.wait()
         if self._event is not None:
+            # The update's kernels are queued behind the copy, and the host goes on.
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
     @property

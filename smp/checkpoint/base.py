@@ -100,7 +100,7 @@ def frozen_digest(model: nn.Module) -> str | None:
 
 
 def weights_at(path: Any) -> Path | None:
-    """Return where a manifest, or a user, says that pretrained weights are; None if there is nothing."""
+    """Return where a manifest, or a user, says that pretrained weights are; None if they are missing."""
     with contextlib.suppress(OSError, RuntimeError):  # names that no system has, and ~ of no user
         if isinstance(path, str) and (found := Path(path).expanduser()).exists():
             return found

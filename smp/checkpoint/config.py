@@ -78,7 +78,7 @@ class CheckpointConfig(Section):
 
     @property
     def is_local(self) -> bool:
-        """True if each rank has checkpoints of its own."""
+        """True if each rank stores its part of a checkpoint in a directory of the rank."""
         return self.checkpoint_type.endswith("local")
 
     @property

@@ -94,7 +94,7 @@ def problems_of_step(path: str | Path, manifest: Manifest) -> list[str]:
 
 
 def quick_problem(path: Path) -> str | None:
-    """Return a sentence of :func:`quick_problems` and of the manifest's own; None if there are none."""
+    """Return a sentence of :func:`quick_problems` and of the manifest; None if there are none."""
     try:
         problems = quick_problems(path, read_outline(path))
         problems += ["it was renamed"] if step_of(path) is None else []
@@ -242,7 +242,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def point(link: Path, name: str) -> None:
-    """Make a symbolic link to ``name`` beside it, in place of an earlier one. It helps people; nothing reads it."""
+    """Make a symbolic link to ``name`` in its directory, in place of an earlier one. For people: no code reads it."""
     fresh = link.with_name(link.name + TEMPORARY)
     try:
         fresh.unlink(missing_ok=True)
@@ -282,7 +282,7 @@ def discard(path: Path) -> None:
 def set_aside(directory: Path, model_name: str, *, after: int) -> None:
     """Rename checkpoints of steps after ``after``: the run goes on without them, as they are damaged or not everywhere.
 
-    Nothing finds them under the new name, so they cannot be taken for checkpoints of the new branch. One that has lost
+    They are not found under the new name, so they cannot be taken for checkpoints of the new branch. One that has lost
     its manifest, which may be restored, would be replaced.
     """
     for checkpoint in _named(directory, model_name):

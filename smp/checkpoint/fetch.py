@@ -1,4 +1,4 @@
-"""Find the checkpoint to start from at a URL, copy one to a directory, and refuse to start beside others there."""
+"""Find the checkpoint to start from at a URL, copy one to a directory, and refuse a directory that has others."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def copies_of(cache: Storage, checkpoint: RemoteCheckpoint) -> Storage:
 def fetch(checkpoint: RemoteCheckpoint, storage: Storage, *, content: bool) -> list[str]:
     """Copy a remote checkpoint to the storage's directory, each rank a share of the files, and publish it; collective.
 
-    A valid copy that is there is taken; another one of that name is replaced.
+    A valid copy that exists is taken; another one of that name is replaced.
 
     Args:
-        content: read the files of a copy that is there; otherwise their names and sizes are compared.
+        content: read the files of a copy that exists; otherwise their names and sizes are compared.
 
     Returns:
         Problems, the same on all ranks: files that are not as they were written. Nothing is published then.
@@ -155,7 +155,7 @@ def _publish(temporary: Path, final: Path, data: bytes) -> None:
 def locate(
     storages: Sequence[Storage], wanted: str | None, model_name: str, *, damaged: Collection[Path | RemoteCheckpoint]
 ) -> str | RemoteCheckpoint | None:
-    """Find the checkpoint to start from at a URL, if it is there; collective.
+    """Find the checkpoint to start from at a URL, if there is one; collective.
 
     Args:
         wanted: ``latest``, which here is the newest that is newer than every valid one in the directories; a URL; or
@@ -166,7 +166,7 @@ def locate(
 
     Raises:
         UserError: on every rank; the URL is no valid checkpoint, or the store cannot be read; or it contains
-            checkpoints, and none is valid, there or here.
+            checkpoints, and none is valid, at the URL or in the directory.
     """
     if wanted is not None and is_url(wanted):
         return _named(wanted)
@@ -193,7 +193,7 @@ def _newer_than_here(
     """Return the newest remote checkpoint, complete by names and sizes, if none here is as new; its storage and name.
 
     Raises:
-        UserError: there are some, and none is complete, there or here.
+        UserError: there are some, and none is complete, at the URL or in the directory.
     """
     here = [c for s in storages for c in find_checkpoints(s.directory, model_name) if c.path not in damaged]
     newest = max((c.step for c in here if quick_problem(c.path) is None), default=-1)
@@ -224,7 +224,7 @@ def _newer_than_here(
 def refuse_remote(
     storages: Sequence[Storage], model_name: str, chosen: Path | RemoteCheckpoint | None, *, own: bool, latest: bool
 ) -> None:
-    """Refuse to start beside remote checkpoints that this start does not continue; for rank 0.
+    """Refuse a URL with checkpoints that this start does not continue; for rank 0.
 
     Args:
         chosen: the checkpoint to resume from; None: a fresh start.

@@ -1,4 +1,4 @@
-"""Checkpoints that each rank keeps on its own disk: fast to write, of use only where every rank still has its own."""
+"""Checkpoints on each rank's local disk: fast to write, of use only where every rank still has its part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = get_logger("train")
 
 
 def local_directory(directory: Path, rank: int, world_size: int) -> Path:
-    """Return where a rank keeps its own checkpoints."""
+    """Return the directory of a rank's checkpoints."""
     return directory / f"rank{rank:05d}-of-{world_size:05d}"
 
 
@@ -27,7 +27,7 @@ def own_checkpoint(path: Path, rank: int, world_size: int) -> Path:
 
 
 def refuse_other_kinds(directories: list[Path], world_size: int, *, local: bool) -> None:
-    """Refuse to start beside checkpoints that this run would not see.
+    """Refuse a directory with checkpoints that this run would not see.
 
     Raises:
         UserError: local ones of another number of processes, or of the other kind.
@@ -74,7 +74,7 @@ def common_start(directories: list[Path], model_name: str, damaged: Collection[o
     """Return this rank's checkpoint of the newest step that all ranks have; None for a fresh start; collective.
 
     Args:
-        damaged: checkpoints to pass over, beside those whose manifest or names and sizes of files show damage.
+        damaged: checkpoints to pass over, besides those whose manifest or names and sizes of files show damage.
 
     Raises:
         UserError: on every rank; some have checkpoints, and there is no step of which all have a valid one.

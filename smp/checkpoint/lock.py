@@ -20,7 +20,7 @@ _held: dict[tuple[int, Path], dict[str, tuple[weakref.ref[object], int]]] = {}
 
 
 def _hold(directory: Path) -> dict[str, tuple[weakref.ref[object], int]]:
-    """Lock ``directory`` until this process ends, and return who has saved there.
+    """Lock ``directory`` until this process ends, and return who has saved in it.
 
     Raises:
         UserError: another process has it.
@@ -40,9 +40,9 @@ def _hold(directory: Path) -> dict[str, tuple[weakref.ref[object], int]]:
 
 
 def own(directory: Path, model_name: str, writer: object, step: int) -> None:
-    """Hold ``directory`` until this process ends, and delete what interrupted saves of ``model_name`` have left there.
+    """Hold ``directory`` until this process ends, and delete what interrupted saves of ``model_name`` have left in it.
 
-    Several writers of one process share it, each with a name of its own. For rank 0 alone, before each save.
+    Several writers of one process share it, each with another name. For rank 0 alone, before each save.
 
     Raises:
         UserError: another process has it, it cannot be cleared up, or another writer of this process has just saved

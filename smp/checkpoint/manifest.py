@@ -44,7 +44,7 @@ MANIFEST_FILE = "manifest.json"
 # A 405B model on 4096 ranks has about 52 million values in 260 MiB; each takes up to a hundred bytes in memory.
 MAX_MANIFEST = 384 << 20
 MAX_VALUES = 16_000_000
-# More for each file that is there: every rank adds a part of every tensor.
+# More for each existing file: every rank adds a part of every tensor.
 VALUES_PER_FILE = 16_000
 MAX_AXES = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -108,7 +108,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of torch and Python; the caller adds smp's own."""
+    """Return the versions of torch and Python; the caller adds smp's."""
     return {"torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -158,7 +158,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def size_problem(content: bytes | bytearray, files: int) -> str | None:
-    """Say why a manifest of these bytes, beside so many files, is more than is read; None if it is not."""
+    """Say why a manifest of these bytes, with so many files, is more than is read; None if it is not."""
     if len(content) > MAX_MANIFEST:
         return f"has more than {MAX_MANIFEST} bytes"
     most = MAX_VALUES + VALUES_PER_FILE * files
@@ -191,7 +191,7 @@ def _read_file(path: Path) -> tuple[bytearray, int]:
 
 
 def _content(data: bytes | bytearray, path: Path | str, files: int) -> dict[str, Any]:
-    """Check the bytes against their own digest, and return what they say."""
+    """Check the bytes against the digest in them, and return what they say."""
     head, _, body = bytes(data).partition(b'",')
     digest = new_digest()
     digest.update(body)
@@ -242,7 +242,7 @@ def parse_manifest(data: bytes | bytearray, path: Path | str, files: int) -> Man
 
     Args:
         path: of the checkpoint, for messages.
-        files: how many there are beside it, which bounds what is read.
+        files: how many are next to it, which bounds what is read.
     """
     content = _content(data, path, files)
     if content["schema"] > SCHEMA:

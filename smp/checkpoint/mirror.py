@@ -1,10 +1,10 @@
-"""Upload checkpoints to a URL in the background, and keep as many there as on the disk.
+"""Upload checkpoints to a URL in the background, and keep as many of them as on the disk.
 
 Each rank uploads a share of the files of a checkpoint that has been published in a directory that all ranks share; a
-thread of each does it, without a collective. Rank 0 uploads the manifest when all files are there: that commits it.
+thread of each does it, without a collective. Rank 0 uploads the manifest when all files are uploaded: that commits it.
 
 Two agreements make that safe. Which checkpoint is next is decided by all ranks together, where one is published. And
-``<model>.writer.json`` says which job writes there, and of which content the objects without a manifest are: an
+``<model>.writer.json`` says which job writes to the URL, and of which content the objects without a manifest are: an
 interrupted upload is continued if its objects have the same content; else they are deleted before the first object of
 the new content is uploaded.
 """
@@ -43,7 +43,7 @@ STALLED_SECONDS = 300.0
 
 
 class _CancelledError(Exception):
-    """Another rank has failed, and nothing will be committed."""
+    """Another rank has failed: the upload will not be committed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,10 @@ def share_of(manifest: Manifest, rank: int, size: int) -> list[str]:
 
 
 class Upload:
-    """Upload of one checkpoint by this rank, in a thread of its own.
+    """Upload of one checkpoint by this rank, in a thread.
 
     Attributes:
-        moved: bytes that have got there.
+        moved: bytes that are uploaded.
         failure: error that ended it; None while it is under way, and after success.
     """
 
@@ -81,7 +81,7 @@ class Upload:
         self._thread.start()
 
     def join(self) -> bool:
-        """Wait for this rank's part; give it up, and return False, where nothing moves for long: a rank may be gone."""
+        """Wait for this rank's part; give it up, and return False, without progress for long: a rank may be gone."""
         moved = -1
         while not self.ended and self.moved != moved:
             moved = self.moved
@@ -105,7 +105,7 @@ class Upload:
         begun = time.perf_counter()
         self.failure = attempt(self._upload)
         if self.failure is None and self._mirror.leads:
-            if self.moved:  # else it was there already
+            if self.moved:  # else it was uploaded already
                 seconds = time.perf_counter() - begun
                 logger.info("Uploaded %s (%.1f s).", self._mirror.store.at(self.path.name), seconds)
             if (failure := attempt(self._prune)) is not None:  # the next upload tries again
@@ -123,9 +123,9 @@ class Upload:
         if self._mirror.leads:
             committed = self._lead_in(data, content)
         else:
-            # Rank 0 may have found this rank's files there, committed, and begun the next.
+            # Rank 0 may have found this rank's files at the URL, committed, and begun the next.
             self._wait_until(lambda: self._mirror.require_own().get("uploading") == content or self._committed(data))
-            committed = False  # as far as this rank knows, which then finds its files there
+            committed = False  # as far as this rank knows, which then finds its files uploaded
         there = store.sizes(name)
         for file in share_of(manifest, self._mirror.rank, self._mirror.size):
             if there.get(file) != manifest.files[file].size:
@@ -147,7 +147,7 @@ class Upload:
             pause = min(2 * pause, longest)
 
     def _lead_in(self, data: bytes, content: list[str]) -> bool:
-        """Make the folder hold nothing but this content, and say so to the other ranks; True if it is committed."""
+        """Make the folder contain this content alone, and say so to the other ranks; True if it is committed."""
         mirror, name = self._mirror, self.path.name
         written = mirror.require_own()
         committed = self._committed(data)
@@ -181,7 +181,7 @@ class Upload:
         store.write(f"{name}/{MANIFEST_FILE}", data)
 
     def _prune(self) -> None:
-        """Delete there what retention does not keep, and what interrupted uploads have left."""
+        """Delete at the URL what retention does not keep, and what interrupted uploads have left."""
         store, rule, known, model_name = self._mirror.store, self.rule, self._mirror.rated, self._mirror.model_name
         present = of_model(find_remote(store), model_name)
         for checkpoint in present:
@@ -205,7 +205,7 @@ def _rate(store: ObjectStore, name: str, step: int) -> Rated:
 
 
 def set_remote_aside(store: ObjectStore, name: str) -> None:
-    """Take a checkpoint's manifest out of its place: nothing finds it any more, and its files stay."""
+    """Take a checkpoint's manifest out of its place: it is not found any more, and its files stay."""
     data = store.read(f"{name}/{MANIFEST_FILE}")
     if data is not None:
         store.write(f"{name}/{ASIDE}", data)
@@ -219,8 +219,8 @@ class Mirror:
     While one is uploaded, the newest that has been published since waits, and older ones that wait are left out.
 
     Attributes:
-        writer: name of the object that says who writes there.
-        rated: what retention knows of the checkpoints there.
+        writer: name of the object that says who writes to the URL.
+        rated: what retention knows of the checkpoints at the URL.
         rank, size: of this process and the job when it was opened; uploads may outlive the process group.
     """
 
@@ -236,7 +236,7 @@ class Mirror:
 
     @property
     def leads(self) -> bool:
-        """True if this rank commits and deletes there."""
+        """True if this rank commits and deletes at the URL."""
         return self.rank == 0
 
     def holds(self, url: str) -> bool:
@@ -281,7 +281,7 @@ class Mirror:
             StoreError: another job has begun to write to the URL.
         """
         written = _parsed(self.store.read(self.writer))
-        # Nothing there: on a store whose writes are not atomic, such as a disk, rank 0 is writing it.
+        # An empty folder: on a store whose writes are not atomic, such as a disk, rank 0 is writing it.
         if written.get("id", self._id) != self._id:
             who = " ".join(f"{key} {written[key]}" for key in ("host", "pid", "since") if key in written)
             raise StoreError(

@@ -53,7 +53,7 @@ def upload_model(directory: Path, url: str, advance: Callable[[int], None] = lam
 
     Args:
         directory: as :func:`smp.checkpoint.hf_export.export_hf` has written it.
-        advance: is told the bytes that have got there.
+        advance: is told the bytes that are uploaded.
 
     Raises:
         UserError: as :func:`refuse_foreign_objects`.
@@ -62,7 +62,7 @@ def upload_model(directory: Path, url: str, advance: Callable[[int], None] = lam
     refuse_foreign_objects(url)
     store = ObjectStore(url)
     names = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
-    # The marker first: whatever of this is there, a later export may replace it.
+    # The marker first: whatever of this is uploaded, a later export may replace it.
     old, new = exported(store.read(MARKER) or b"{}"), marker_of(directory)
     for name in _LAST:
         store.remove(name)
@@ -82,7 +82,7 @@ def upload_model_together(directory: Path, url: str, progress: Callable[[], None
     """Upload a model from rank 0 while the others wait; collective.
 
     Args:
-        progress: called by every rank whenever more has got there.
+        progress: called by every rank whenever more is uploaded.
 
     Raises:
         RunError: on every rank, if it could not be uploaded.

@@ -80,7 +80,7 @@ class ObjectStore:
         return self.url
 
     def at(self, name: str) -> str:
-        """Return the URL of an object; of no name: the store's own."""
+        """Return the URL of an object; of no name: the store's."""
         return f"{self.url}/{name.lstrip('/')}" if name else self.url
 
     def _call(self, what: str, name: str, action: Callable[[str], Any], *, absent: Any = _REFUSED) -> Any:
@@ -107,7 +107,7 @@ class ObjectStore:
         return sorted(_last(entry["name"]) for entry in found if entry["type"] == "directory")
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the bytes of each object below a folder, by its name there; empty if there are none."""
+        """Return the bytes of each object below a folder, by its name in it; empty if there are none."""
 
         def listed(path: str) -> dict[str, int]:
             prefix, found = path.lstrip("/") + "/", self._fs.find(path, detail=True)
@@ -128,7 +128,7 @@ class ObjectStore:
         """Copy a file to the store, a large one in parts.
 
         Args:
-            advance: is told the bytes that have got there, also those of an attempt that then fails.
+            advance: is told the bytes that are uploaded, also those of an attempt that then fails.
         """
         from fsspec.callbacks import Callback
 
@@ -162,7 +162,7 @@ class ObjectStore:
         return bytes(part)
 
     def remove(self, name: str) -> None:
-        """Delete an object, if it is there."""
+        """Delete an object, if it exists."""
         self._call("deleted", name, self._fs.rm_file, absent=None)
 
     def remove_folder(self, folder: str) -> None:

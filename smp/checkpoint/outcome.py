@@ -32,7 +32,7 @@ def attempt(action: Callable[[], object], needs: tuple[Path, int] | None = None)
     """Run ``action`` and return what it raises.
 
     Args:
-        needs: a directory, and the bytes to be written there, which are said beside what is free if the disk is full.
+        needs: a directory, and the bytes to be written to it, which are said with what is free if the disk is full.
     """
     try:
         action()

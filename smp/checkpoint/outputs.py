@@ -16,7 +16,7 @@ from smp.checkpoint.directory import LATEST
 from smp.errors import UserError
 from smp.models.families import list_presets
 
-# Lists the files of an export with their sizes and digests, so that a later export may replace them and nothing else.
+# Lists the files of an export with their sizes and digests, so that a later export may replace them alone.
 MARKER = "smp_export.json"
 OLDER = "older"
 _READ_IN_FULL = 64 << 20  # bytes of a file
@@ -216,7 +216,7 @@ def refuse_replacing(file: Path, flag: str, mark: bytes) -> None:
 
     Args:
         flag: that named it.
-        mark: is in the first 4096 bytes of all that smp writes there.
+        mark: is in the first 4096 bytes of all that smp writes to it.
 
     Raises:
         UserError: it lacks the mark.

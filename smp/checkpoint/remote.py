@@ -1,6 +1,6 @@
-"""Checkpoints below a URL: which there are, and what names and sizes say of them.
+"""Checkpoints below a URL: which exist, and what names and sizes say of them.
 
-A folder ``<model>-<step>steps`` is a checkpoint from the moment that its ``manifest.json`` is there, which is uploaded
+A folder ``<model>-<step>steps`` is a checkpoint from the moment that its ``manifest.json`` exists, which is uploaded
 last and deleted first.
 """
 
@@ -15,7 +15,7 @@ from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, parse_manifest, pro
 from smp.checkpoint.object_store import ObjectStore
 from smp.errors import DamagedCheckpointError, UserError
 
-# Manifest of a checkpoint of an abandoned branch: nothing finds it.
+# Manifest of a checkpoint of an abandoned branch, which is not found.
 ASIDE = "manifest.aside.json"
 
 

@@ -157,7 +157,7 @@ def _start_flush(descriptor: int, offset: int, count: int) -> None:
 
 
 def write_tensors(path: Path, pieces: Iterable[Piece]) -> FileEntry:
-    """Write a safetensors file and flush it to the disk; needs no memory beside the tensors."""
+    """Write a safetensors file and flush it to the disk; needs no memory besides the tensors'."""
     # Widest items first, so that each tensor is aligned.
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.itemsize)
     sharding = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in ordered}

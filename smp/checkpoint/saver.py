@@ -88,7 +88,7 @@ class Saver:
         For asynchronous ones from a GPU, page-lock the host memory that they are copied to, which takes seconds.
 
         Raises:
-            UserError: there is no space, or a directory cannot be written; on ranks that write there. Or the host
+            UserError: there is no space, or a directory cannot be written; on ranks that write to it. Or the host
                 memory cannot be locked.
         """
         for storage in (target.checkpointer.storage for target in self._targets):
@@ -105,7 +105,7 @@ class Saver:
         return [t.checkpointer.storage.mirror for t in self._targets if t.checkpointer.storage.mirror is not None]
 
     def open_mirrors(self) -> None:
-        """Become the only writer of each URL, and upload the newest checkpoint here that is not there; collective.
+        """Become the only writer of each URL, and upload the newest local checkpoint unless it is uploaded; collective.
 
         Raises:
             UserError: a URL cannot be written.
@@ -161,7 +161,7 @@ class Saver:
         """Finish what has been written, and save what is due.
 
         Args:
-            counts: over all ranks, of :meth:`flags`; those of an earlier step if nothing is due.
+            counts: over all ranks, of :meth:`flags`; those of an earlier step if no save is due.
             manifest: gives all but kind, files and tensors.
             step: updates done.
             stop: the run is about to end, whatever ``step`` is.

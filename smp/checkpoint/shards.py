@@ -15,7 +15,7 @@ from smp.delayed_init import local_part
 
 
 def rng_tensors(rank: int) -> dict[str, torch.Tensor]:
-    """Return this rank's generator states, under keys of its own."""
+    """Return this rank's generator states, under keys with the rank."""
     states = {f"rng.cpu.{rank:05d}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng.cuda.{rank:05d}"] = torch.cuda.get_rng_state()

@@ -1,4 +1,4 @@
-"""Storage of checkpoints: one directory that all ranks share, or one of each rank, and who publishes there."""
+"""Storage of checkpoints: one directory that all ranks share, or one of each rank, and who publishes in it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Storage:
     Attributes:
         directory: of this rank.
         shared: whether all ranks see it and write one checkpoint together (``sharded``); otherwise each rank keeps
-            checkpoints of its own there (``local``), with all that it holds.
+            its part of the checkpoints (``local``), with all of its shards.
         mirror: the URL that they are uploaded to, and resumed from; None: they stay here.
     """
 
@@ -85,7 +85,7 @@ class Storage:
         """Refuse a directory that hosts do not share before a step is lost, instead of at the first save; collective.
 
         Raises:
-            UserError: a rank does not see what rank 0 makes there.
+            UserError: a rank does not see what rank 0 makes in it.
         """
         try:
             self.remove(self.begin(checkpoint_name(model_name, 0)))
@@ -93,7 +93,7 @@ class Storage:
             raise UserError(f"{error}; --checkpoint_type local keeps them on a disk of each host") from error
 
     def publish(self, temporary: Path, manifest: Manifest) -> None:
-        """Publish what all ranks have written; does nothing on a rank that does not lead here."""
+        """Publish what all ranks have written; no-op on a rank that does not lead here."""
         if self.leads:
             ranks = list(range(manifest.world_size)) if self.shared else [dist.get_rank()]
             finish(temporary, temporary.with_name(temporary.name.removesuffix(TEMPORARY)), ranks, manifest)

@@ -86,7 +86,7 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
 
 
 def _train(arguments: list[str]) -> NoReturn:
-    """Become ``python -m smp.train``: the same job under any launcher, with the exit status and signals of its own."""
+    """Become ``python -m smp.train``: the same job under any launcher, with its exit status and signals."""
     python = sys.orig_argv[1 : -len(sys.argv)]  # Python's own options, as torchrun's -u
     if python[-1:] == ["-m"]:
         del python[-1]

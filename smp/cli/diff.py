@@ -131,7 +131,7 @@ def compare_facts(a: Side, b: Side) -> tuple[list[tuple[str, str, str]], bool]:
     """Return (name, here, there) of all that differs, and whether any of it counts."""
     names = list(a.facts | b.facts)
     if a.is_model != b.is_model:
-        # A model says nothing of a run, and its config.json more than what its architecture is.
+        # A model has no record of a run, and its config.json more than what its architecture is.
         both = (name for name in names if name in a.facts and name in b.facts and name.startswith("model."))
         names = [name for name in both if is_computed(name.removeprefix("model."))]
     different = [name for name in names if a.facts.get(name, _MISSING) != b.facts.get(name, _MISSING)]

@@ -13,7 +13,7 @@ from smp.models.weight_files import ADAPTER_CONFIG, refuse_adapter
 
 # Below a run directory checkpoints lie one directory deeper, those of single ranks two.
 DEPTHS = ("*", "*/*", "*/*/*")
-_LEFT = re.compile(rf"{re.escape(TEMPORARY)}$|steps\.aside\d+$")  # has a line of its own, or is no longer of the run
+_LEFT = re.compile(rf"{re.escape(TEMPORARY)}$|steps\.aside\d+$")  # has a separate line, or is no longer of the run
 
 
 def existing_directory(text: str) -> Path:

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from smp.checkpoint.outputs import refuse_replacing
 from smp.cli.output import table
@@ -24,6 +24,7 @@ from smp.errors import ConfigError, UserError
 from smp.log import is_terminal
 from smp.plan import document, ledger
 from smp.plan.devices import DeviceRow, device_row, network_share, write_row
+from smp.plan.question import Question
 from smp.plan.records import TOP, LayoutPlan, parse_count
 from smp.units import GIB
 
@@ -65,11 +66,12 @@ def run(options: argparse.Namespace) -> int:
     row = device_of(
         options.device, options.gpus_per_node, memory_gib=options.gpu_memory_gib, network=options.network
     )  # fmt: skip
+    question = Question(
+        options.more, row, options.nodes, options.gpus_per_node, global_tokens=options.global_tokens,
+        top=options.top, searches=bool(options.search), exact=bool(options.exact),
+    )  # fmt: skip
     try:
-        request, found = find(
-            options.more, row, nodes=options.nodes, local=options.gpus_per_node, global_tokens=options.global_tokens,
-            top=options.top, searches=bool(options.search), exact=bool(options.exact),
-        )  # fmt: skip
+        request, found = find(question)
     except ConfigError as error:
         raise ConfigError([_nearer(text) for text in error.problems]) from None
     from smp.plan import request as requests
@@ -147,24 +149,20 @@ def device_of(name: str, local: int, *, memory_gib: float | None, network: str |
     return row
 
 
-def find(argv: list[str], row: DeviceRow, **question: Any) -> tuple[Request, Found]:
-    """Answer a request in a process that plans; without a compiler for it by the closed form, in this one.
-
-    Args:
-        question: what :func:`smp.plan.request.find` takes.
-    """
+def find(question: Question) -> tuple[Request, Found]:
+    """Answer a question in a process that plans; without a compiler for it by the closed form, in this one."""
     from smp.plan.shim import compiler
 
-    if row.is_gpu and compiler() is None:
+    if question.row.is_gpu and compiler() is None:
         from smp.plan.request import closed_plans
         from smp.plan.request import find as find_here
 
-        return find_here(argv, row, closed_plans, **question)
+        return find_here(question, closed_plans)
     from smp.plan.worker import CLEAR, worker
 
     try:
-        with worker(row) as ask:
-            return ask("find", argv, row, **question)
+        with worker(question.row) as ask:
+            return ask("find", question)
     finally:
         if is_terminal(sys.stderr):
             print(CLEAR, end="", file=sys.stderr, flush=True)
@@ -176,7 +174,7 @@ def best(argv: list[str], row: DeviceRow, *, nodes: int, local: int) -> tuple[li
     Raises:
         UserError: none is legal, or none fits.
     """
-    request, found = find(argv, row, nodes=nodes, local=local)
+    request, found = find(Question(argv, row, nodes, local))
     from smp.plan import tables
     from smp.plan.request import more_devices
 
@@ -215,7 +213,7 @@ def _print(request: Request, found: Found, top: int, tokens: int | None, price: 
         print("\n".join([*lines, *tables.step_table(plan, requests.rates(request, plan), block)]))
         if (spent := requests.cost(request, plan, tokens, price)) is not None:
             print(tables.cost_line(spent, "GPU" if gpus else "process"))
-    # A plan's own, of what auto is today, are for the JSON.
+    # The plan's notes, of what auto is today, are for the JSON.
     said = [*requests.packing(request), *requests.notes(request, found)]
     if found.legal > 1 or not found.plans:
         width = min(100, shutil.get_terminal_size().columns)

@@ -102,7 +102,7 @@ def _report(checkpoint: GivenCheckpoint, *, content: bool) -> bool:
 
 
 def _problem_of_base(manifest: Manifest) -> str | None:
-    """Say why the pretrained weights that a checkpoint names are not its own; None if they are, or are elsewhere."""
+    """Say why the pretrained weights are not those that a checkpoint names; None if they are, or are elsewhere."""
     named = manifest.model.get("weights")
     if manifest.model.get("base") is None or (weights := weights_at(named)) is None:
         return None

@@ -110,7 +110,7 @@ class Layout(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Bytes from one slot to the next; the signature has a page of its own, so that data is page-aligned."""
+        """Bytes from one slot to the next; the signature has a separate page, so that data is page-aligned."""
         return _PAGE + self.slot_bytes
 
     @property
@@ -262,7 +262,7 @@ class Arena:
         _NOTE_END.pack_into(self._view, self._own_note + 16, time.monotonic())
 
     def fail(self, reason: str) -> None:
-        """Tell the peers that this rank will post nothing more, and why."""
+        """Tell the peers that this rank will not post again, and why."""
         text = reason.encode()[: _NOTE - 65]
         at = self._note(self.rank) + 64
         self._view[at : at + len(text) + 1] = text + b"\0"

@@ -131,7 +131,7 @@ class BaseGroup(ProcessGroup):
         return self._connection
 
     def gpu(self, device: torch.device) -> cuda.GpuCollectives:
-        """Return the group's own collectives of GPU tensors, made at the first call, which is collective."""
+        """Return the group's collectives of GPU tensors, made at the first call, which is collective."""
         if self._gpu is None:
             limits, gloo = self._limits, self._plain._get_backend(torch.device("cpu"))
             with self.failing():

@@ -1,7 +1,7 @@
 """Buffers that all ranks of a host share, handed out again when every rank has dropped them.
 
 ``fully_shard`` asks for a gathered buffer, writes its shard into its slice, and calls the collective. If the buffer is
-the same memory for all ranks of a host, the collective is nothing but waiting for each other, and a host holds one
+the same memory for all ranks of a host, the collective is only a barrier, and a host holds one
 gathered copy instead of one per rank. The danger is reuse: a rank writes its slice *before* it meets the others, so a
 buffer may be given out again only when nobody holds it any more. Therefore
 

@@ -71,7 +71,7 @@ class Connection:
             self.arena.end()
 
     def fail(self, reason: str) -> None:
-        """Tell the other ranks that this one will do nothing more, and why."""
+        """Tell the other ranks that this one has stopped, and why."""
         if self.arena is not None:
             self.arena.fail(reason)
         if self.wire is not None:

@@ -1,6 +1,6 @@
 """AllGather inside a host by the GPUs' copy engines, where that is better than NCCL.
 
-Copies between GPUs are done by copy engines: no multiprocessor is taken from the matrix products beside them, but for
+Copies between GPUs are done by copy engines: no multiprocessor is taken from concurrent matrix products, but for
 one block of the barrier and, if the input does not lie in symmetric memory already, one local copy. Work is put on the
 current stream, as NCCL's synchronous calls are. Callers in C++ (functional collectives, compiled graphs) are served by
 NCCL.
@@ -98,7 +98,7 @@ class GpuCollectives:
         return "too small" if nbytes(tensor) < self.settings.gpu_minimum else ""
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool) -> Work:
-        """Gather ``source`` of all ranks into ``output``, on the current stream, or asynchronously on one beside it.
+        """Gather ``source`` of all ranks into ``output``, on the current stream, or asynchronously on a side stream.
 
         The collectives of a group follow each other on all streams: they share the workspace and its signals.
         """

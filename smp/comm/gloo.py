@@ -23,7 +23,7 @@ from smp.comm.work_queue import DONE, DoneWork
 def _send_and_receive(
     sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> None:
-    """Send ``sends[p]`` to each peer p and receive its message into ``receives[p]``; a rank sends itself nothing."""
+    """Send ``sends[p]`` to each peer p and receive its message into ``receives[p]``; a rank does not send to itself."""
     size, rank = group.size(), group.rank()
     operations = []
     for distance in range(1, size):

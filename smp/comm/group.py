@@ -1,4 +1,4 @@
-"""The process group ``smddp``: one of torch's, with collectives of our own in front of gloo and NCCL.
+"""The process group ``smddp``: one of torch's, with smp's collectives in front of gloo and NCCL.
 
 torch 2.13 calls ``all_gather_single`` and the like, older versions ``_allgather_base``; both names are bound.
 """

@@ -198,7 +198,7 @@ class HostsCollectives:
 
         Args:
             signature: of the operation; what is different on other hosts comes after ``" @ "``.
-            address: of the buffer in this process; each rank's own ``part`` bytes of it are filled.
+            address: of the buffer in this process; each rank's ``part`` bytes of it are filled.
             part: bytes of each rank.
         """
         sizes = [part] * len(self._ranks)

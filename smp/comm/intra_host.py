@@ -1,6 +1,6 @@
 """Collectives among the ranks of one host, through an arena.
 
-Data goes through the slots in chunks: a rank copies a chunk of its own into its slot, and its peers copy it out (or
+Data goes through the slots in chunks: a rank copies one of its chunks into its slot, and its peers copy it out (or
 add it up) while it fills the next one. Addresses and bytes where data is moved, tensors where it is added.
 """
 

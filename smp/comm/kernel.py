@@ -54,7 +54,7 @@ class Gather(ctypes.Structure):
 class Kernel:
     """The functions of the compiled library.
 
-    Each returns 0 when it is done, -1 if the ranks do not do the same, and 1 + a local rank that is not there yet.
+    Each returns 0 when it is done, -1 if the ranks do not do the same, and 1 + a local rank that has not arrived yet.
 
     Raises:
         OSError: it cannot be loaded.

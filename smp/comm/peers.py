@@ -36,7 +36,7 @@ class Peers:
             self._descriptors[local] = self._open(self.pids[local])
         if (descriptor := self._descriptors[local]) < 0:
             return True
-        poll = select.poll()  # of its own: several threads ask, and an object takes one at a time
+        poll = select.poll()  # a separate one: several threads ask, and an object takes one at a time
         poll.register(descriptor, select.POLLIN)
         return bool(poll.poll(0))
 

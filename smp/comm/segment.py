@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share, which leaves nothing behind.
+"""Memory that the ranks of one host share, without a name that could outlive them.
 
 The memory is an anonymous file (``memfd_create``): it has no name in ``/dev/shm`` or anywhere else, and the kernel
 frees it with the last process that maps it, however that one ends.

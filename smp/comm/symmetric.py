@@ -246,7 +246,7 @@ def _tensor(lease: _Lease, device: torch.device) -> torch.Tensor:
 class SymmetricBuffers:
     """Buffers in symmetric memory, the same ones on every rank: the pool decides which.
 
-    A rank's buffer is written by that rank alone, so the order of its own streams is enough for using one again.
+    A rank's buffer is written by that rank alone, so the order of its streams is enough for using one again.
     """
 
     def __init__(self, pool: BufferPool, memory: Memory, seconds: Callable[[], float], poison: bool):

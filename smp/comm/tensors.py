@@ -82,7 +82,7 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 def check_single(many: torch.Tensor, one: torch.Tensor, size: int, many_name: str, one_name: str) -> str | None:
-    """Return the problem of a tensor for all ranks and this rank's own tensor, or None."""
+    """Return the problem of a tensor for all ranks and this rank's tensor, or None."""
     if many.dtype != one.dtype:
         return f"{many_name} is {many.dtype}, {one_name} {one.dtype}: they must be the same"
     if many.numel() != one.numel() * size:
@@ -104,7 +104,7 @@ def check_outputs(tensors: Sequence[torch.Tensor]) -> str | None:
 
 
 def check_list(many: Sequence[torch.Tensor], one: torch.Tensor, size: int, rank: int, what: str) -> str | None:
-    """Return the problem of a list of one tensor per rank and this rank's own tensor, or None."""
+    """Return the problem of a list of one tensor per rank and this rank's tensor, or None."""
     if len(many) != size:
         return f"{what} has {len(many)} tensors: give one for each of the {size} ranks"
     if any(t.dtype != one.dtype for t in many):

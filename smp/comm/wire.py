@@ -1,6 +1,6 @@
 """Messages between hosts: from each rank to the ranks with its local rank on the other hosts.
 
-gloo's sends and receives carry them, over a connection of their own to each of these ranks, so that a host has as many
+gloo's sends and receives carry them, over a separate connection to each of these ranks, so that a host has as many
 streams to another as it has ranks.
 """
 
@@ -179,7 +179,7 @@ class Wire:
         ) from error
 
     def close(self, reason: str) -> None:
-        """Tell the counterparts at once that this rank will send nothing more, and why."""
+        """Tell the counterparts at once that this rank will not send again, and why."""
         with contextlib.suppress(RuntimeError):  # the store's process may be the one that is gone
             self._store.set(f"failed{self._ends[self.host]}", reason)
         for host in self.after:

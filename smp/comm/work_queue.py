@@ -85,7 +85,7 @@ class QueuedWork(_Work):
             self._done.set()
             future = self._future
         if future is not None:
-            # In a thread of its own: callbacks may call collectives and wait for them, and this one holds the turn.
+            # In a separate thread: callbacks may call collectives and wait for them, and this one holds the turn.
             threading.Thread(target=self._complete, args=(future,), daemon=True).start()
 
     def _complete(self, future: Future) -> None:

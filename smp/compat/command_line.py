@@ -106,10 +106,10 @@ def _read_parameters(source: str, text: str, problems: list[str]) -> dict[str, s
 
 
 def drop_unapplied_defaults(given: dict[str, Any]) -> list[str]:
-    """Take out what SMP v2's script did not use, where it has the value that is the default there.
+    """Take out what SMP v2's script did not use, where it has the value that is its default.
 
     A command line that spells out all defaults then gives the model that SMP v2 made of it. Only with
-    ``--model_type``, by which a model was chosen there.
+    ``--model_type``, by which that script chose a model.
 
     Args:
         given: settings of the model by name; changed.

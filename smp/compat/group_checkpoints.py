@@ -27,7 +27,7 @@ _OF_RANK = re.compile(r"tp(\d+)-\d+")  # the folder of a tensor-parallel rank, a
 
 
 def in_group(tensor: DTensor, group: dist.ProcessGroup | None) -> DTensor:
-    """Return the part of a tensor that a group's ranks hold together, in the tensor's own memory.
+    """Return the part of a tensor that a group's ranks store together, as a view of it.
 
     Args:
         tensor: of any mesh.

@@ -51,7 +51,7 @@ def read_smp_keys(values: dict[str, Any]) -> dict[str, Any]:
     """Take SMP v2's own keys out of ``values``.
 
     Raises:
-        UserError: a value asks for what is not there.
+        UserError: a value asks for what does not exist.
     """
     found = {}
     for key, (allowed, otherwise) in _SMP_KEYS.items():

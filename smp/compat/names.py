@@ -10,7 +10,7 @@ class Name(NamedTuple):
 
     Attributes:
         original: its dotted name.
-        ours: the dotted name of what takes its place; empty if nothing does.
+        ours: the dotted name of what takes its place; empty if there is none.
         same: whether ours can stand in for it as it is, so that ``smp.sagemaker`` gives it.
         note: what differs, or what to do instead.
     """

@@ -146,7 +146,7 @@ MISSING: Mapping[str, str] = {
     "nothing is sent to a hub: leave it out": r"push_to_hub|hub_\w+",
 }
 
-# What `smp plan` has of its own: its flag -> their names.
+# Flags of `smp plan` alone: its flag -> their names.
 PLAN: Mapping[str, str] = {
     "nodes": "nnodes num_nodes",
     "gpus_per_node": "gpus num_gpus nproc_per_node n_gpus",

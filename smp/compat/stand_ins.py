@@ -33,7 +33,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def get_logger() -> logging.Logger:
-    """Return smp's logger; in a script without logging of its own, rank 0's lines go to standard output from now on."""
+    """Return smp's logger; in a script that configures no logging, rank 0's lines go to standard output from now on."""
     if not _logger.hasHandlers():
         launch = read_launch()
         logs.log_to_console(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size)

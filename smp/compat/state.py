@@ -40,7 +40,7 @@ class RandomTracker:
         self._tp = tp
 
     def fork(self, device: torch.device | None = None) -> contextlib.AbstractContextManager[None]:
-        """Draw this rank's own numbers inside; see :meth:`smp.parallel.tensor.group.TPGroup.fork_random`."""
+        """Draw random numbers of this rank alone inside; see :meth:`smp.parallel.tensor.group.TPGroup.fork_random`."""
         if self._tp is None:
             return contextlib.nullcontext()
         return self._tp.fork_random(torch.device(device or self._tp.device))

@@ -1,4 +1,4 @@
-"""What is beside a conversation in its row: what is read, what is refused by name, and what is only named."""
+"""The other columns of a conversation's row: what is read, what is refused by name, and what is only named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refuse_columns(row: Mapping[str, Any], name: str = "", *, pairs: bool = Fals
         number = _number(value)
         if key in UNDESIRED and number == 0 and not name and form != ("text",):
             shown = str(value).strip().lower()
-            if shown == "false" or form == ("prompt", "completion"):  # beside messages 0 may be a class
+            if shown == "false" or form == ("prompt", "completion"):  # with messages 0 may be a class
                 raise ConversationError(
                     f"has {key} {shown}, which marks an answer that is not desired, as KTO's do: leave the row out, or "
                     f"{key} where it says something else"

@@ -133,7 +133,7 @@ class Chat:
         return _labelled(ids, trained)
 
     def _given(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a sample gives to the template beside its messages."""
+        """Return what a sample gives to the template besides its messages."""
         settings = sample.get("chat_template_kwargs")
         settings = {} if is_empty(settings) else settings
         if not isinstance(settings, dict):
@@ -184,7 +184,7 @@ class Chat:
             yield start, end + (len(stop) if text.startswith(stop, end) else 0)
 
     def _header(self, after: str, messages: list[Message], given: dict[str, Any]) -> str:
-        """Return what precedes the assistant's words in ``after``, the text of a first message that is its own."""
+        """Return what precedes the assistant's words in ``after``, the text of a first message of the assistant."""
         with_prompt = self._render(messages[:1], given, prompt=True)
         header = with_prompt[len(after) :] if with_prompt.startswith(after) else ""
         return after[: after.index(header) + len(header)] if header and header in after else ""

@@ -63,7 +63,7 @@ def read_tables(columns: tuple[str, ...], file: DataFile) -> Iterator[tuple[tupl
     """Yield a file as tables: (number of rows before it, table), and the bytes of the tables so far.
 
     Args:
-        columns: to keep, beside those that are refused; without the first of them all are, for the message.
+        columns: to keep, besides those that are refused; without the first of them all are, for the message.
     """
     kind = "arrow" if file.ends_with(ARROW) else "parquet"
     url = f"gzip://{glob.escape(file.name[:-3])}::{file.url}" if file.zipped else glob.escape(file.url)

@@ -26,7 +26,7 @@ class ConversationError(ValueError):
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value says nothing: null, false, or an empty text, list or object, also as a text of JSON."""
+    """Return whether a value is empty: null, false, or an empty text, list or object, also as a text of JSON."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null")
     return value is None or value is False or (hasattr(value, "__len__") and not len(value))

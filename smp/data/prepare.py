@@ -4,7 +4,7 @@
 
 writes ``tokens/train`` and ``tokens/validation``, which ``datasets.load_from_disk`` and ``--dataset_type hf`` open by
 memory map. Documents are joined, an end-of-sequence token behind each, and cut into rows; the last row of a split may
-be shorter. Rows of ids with labels or masks of their own are refused. Input is streamed: memory does not grow with it.
+be shorter. Rows of ids that have labels or masks are refused. Input is streamed: memory does not grow with it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from smp.data.token_cache import IGNORED, digest_of, token_dtype
 from smp.errors import UserError
 
 COLUMNS = ("input_ids", "attention_mask", "labels")  # the last two optional
-# Beside masks, names under which other programs keep what decides about the loss or the attention of a row.
+# Besides masks, names under which other programs keep what decides about the loss or the attention of a row.
 UNREAD = ("position_ids", "segment_ids", "sequence_ids", "document_ids", "seq_lengths", "shift_labels", "loss_weights")
 KNOWN_MASKS = ("attention_mask", "special_tokens_mask")  # the second one, of tokenizers, changes nothing
 
@@ -114,7 +114,7 @@ def _refuse_beyond(ids: np.ndarray, where: str, vocab_size: int, *, name: str) -
 
 
 def is_unread(name: str) -> bool:
-    """Return whether a column beside input_ids says what is trained on, in a way that is not read."""
+    """Return whether a column other than input_ids says what is trained on, in a way that is not read."""
     return name in UNREAD or (name.endswith(("_mask", "_masks")) and name not in KNOWN_MASKS)
 
 

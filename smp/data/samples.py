@@ -1,4 +1,4 @@
-"""Samples to finetune on, each a document of its own, or a pair of two, packed into sequences."""
+"""Samples to finetune on, each a document, or a pair of two, packed into sequences."""
 
 from __future__ import annotations
 

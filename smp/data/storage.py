@@ -123,7 +123,7 @@ def list_files(
         tell: log what looks like data and is not read as a warning.
 
     Raises:
-        UserError: nothing is there, or nothing of it is data, or a file is empty or in a format that is not read.
+        UserError: the path does not exist, or has no data, or a file is empty or in a format that is not read.
     """
     fs, inner = filesystem_of(path)
     with reading(path):
@@ -260,7 +260,7 @@ def _nothing_found(path: str, endings: tuple[str, ...], *, filtered: int, zipped
 
 
 def _refuse_twins(path: str, files: list[DataFile]) -> None:
-    """Refuse a file beside its own compressed copy: it would be trained on twice."""
+    """Refuse a file next to its compressed copy: it would be trained on twice."""
     urls = {file.url for file in files}
     for url in urls:
         if f"{url}.gz" in urls:

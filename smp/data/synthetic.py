@@ -15,7 +15,7 @@ class SyntheticRows(RowSource):
 
     Args:
         vocab_size: ids are in [0, vocab_size).
-        seed, stream: the key; streams of one seed (training, validation) share nothing.
+        seed, stream: the key; streams of one seed (training, validation) are independent.
     """
 
     def __init__(self, samples: int, sequence_length: int, *, vocab_size: int, seed: int, stream: str):

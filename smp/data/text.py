@@ -255,7 +255,7 @@ def tokenized(batch: list[Part], tokenizer: TextTokenizer) -> list[Rows]:
 
 
 def tokenized_texts(texts: Iterable[tuple[str, str]], tokenizer: TextTokenizer) -> list[Rows]:
-    """Tokenise documents as the same text in a file of its own would be.
+    """Tokenise documents as the same text in a file would be.
 
     Args:
         texts: text, and where it is from, for messages.

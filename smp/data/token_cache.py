@@ -8,7 +8,7 @@ A token file is a folder::
     labels.bin   int32 for each token; absent when labels are the tokens
     meta.json    counts, number format, highest id, label and mask, digest of the rows
 
-It is written beside its final name, flushed to disk and renamed, so a folder of that name is complete.
+It is written under another name, flushed to disk and renamed, so a folder of that name is complete.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def cached(
 
 
 def look_up(cache_dir: str | None, name: str, key: list[Any], *, dtype: str) -> TokenFile | None:
-    """Open the token file of ``key`` if it is there and complete; arguments as for :func:`cached`."""
+    """Open the token file of ``key`` if it exists and is complete; arguments as for :func:`cached`."""
     with contextlib.suppress(*DAMAGE):
         return TokenFile.open(_place(cache_dir, name, [dtype, *key]))
     return None
@@ -304,7 +304,7 @@ def _make_once(
 ) -> T:
     """Read the content of ``key``, after one of the processes that ask at once has made it.
 
-    It is made beside its final name and renamed; leftovers of a killed process are removed, never used.
+    It is made under another name and renamed; leftovers of a killed process are removed, never used.
     """
     from filelock import FileLock
 

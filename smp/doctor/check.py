@@ -100,7 +100,7 @@ class CheckContext:
         self.report.measurements[name] = value
 
     def read(self, path: str) -> str | None:
-        """Return a small file of the system, stripped; None where it is not there or not readable.
+        """Return a small file of the system, stripped; None where it is missing or not readable.
 
         Args:
             path: from the root, without a leading slash.

@@ -16,7 +16,7 @@ from smp.doctor.network import (
 )
 from smp.doctor.system import check_backend_parts, check_environment, check_hostname, check_versions
 
-# Before the process group there is nothing that one rank could spoil for another.
+# Before the process group exists, no rank can spoil a check of another.
 CHECKS = (
     Check("versions", check_versions),
     Check("backend parts", check_backend_parts, "host"),

@@ -39,7 +39,7 @@ def _directories(ctx: CheckContext) -> list[tuple[str, Path, int]]:
         number = kept[min(index, len(kept) - 1)]
         if not is_url(folder):
             directories.append(("checkpoint_dir", Path(folder).absolute(), number))
-        elif output is not None:  # written there before it is uploaded
+        elif output is not None:  # written to it before it is uploaded
             directories.append(("output_dir", output, number))
     return directories
 

@@ -1,4 +1,4 @@
-"""The job as it will be: planned as its own start plans it, and compared with the memory of this host."""
+"""The job as it will be: planned as its start plans it, and compared with the memory of this host."""
 
 from __future__ import annotations
 

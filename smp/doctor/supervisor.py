@@ -100,7 +100,7 @@ def run_checks(request: Request, launch: Launch, checks: Sequence[Check], report
 
 def _run(check: Check, ctx: CheckContext, goes_on: list[bool]) -> None:
     if check.scope == "job" and ctx.device.type == "cuda":
-        torch.cuda.set_device(ctx.device)  # which each thread has its own of
+        torch.cuda.set_device(ctx.device)  # the current one is per thread
     goes_on.append(check.run(ctx))
 
 

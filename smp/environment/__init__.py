@@ -65,7 +65,7 @@ def cache_folder(name: str, *others: str) -> Path:
 
 
 def cached_library(name: str, key: bytes, build: Callable[[Path], None], folder: Path | None = None) -> Path:
-    """Return the shared library of a key, built where it is not there yet; whole, whichever processes build it.
+    """Return the shared library of a key, built where it does not exist yet; complete, whichever processes build it.
 
     Args:
         key: all that the library depends on.
@@ -118,7 +118,7 @@ def read_launch(environment: Environment | None = None) -> Launch:
         if native is None:
             _refuse_lost_processes(env)
             return Launch()
-        _is_meant(env, native)  # or refused: a local rank or size that was left there would reach other libraries
+        _is_meant(env, native)  # or refused: a local rank or size that was left in it would reach other libraries
         return native.launch
     if native is not None and _is_meant(env, native):
         if values["WORLD_SIZE"] is None:  # exported for all, it would be right on one rank, which would wait for others
@@ -142,7 +142,7 @@ def read_launch(environment: Environment | None = None) -> Launch:
 
 
 def started_by_us(environment: Environment | None = None) -> bool:
-    """Return whether ``smp.launch.local`` started this process: it names a job by its own process."""
+    """Return whether ``smp.launch.local`` started this process: it names a job by its process."""
     env = os.environ if environment is None else environment
     return env.get("TORCHELASTIC_RUN_ID") == str(os.getppid())
 
@@ -292,7 +292,7 @@ def _refuse_lost_processes(env: Environment) -> None:
 def _address(env: Environment, launch: Launch) -> str:
     if launch.local_world_size == launch.world_size:
         return "127.0.0.1"
-    # The daemons of mpirun are a step of their own, which leaves out the first host.
+    # The daemons of mpirun are a separate step, which leaves out the first host.
     names = ["SLURM_STEP_NODELIST"] if launch.launcher == "srun" else []
     host = first_node(env, *names, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if host is None and (hosts := sagemaker_hosts(env)):

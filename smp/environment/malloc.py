@@ -4,7 +4,7 @@ By default glibc gives blocks above 32 MiB back to the system when they are free
 fault: a fifth of a step on CPUs (``benchmarks/train_step.py``). A step allocates the same blocks again and again, so
 keeping them costs little memory. What the user has set of glibc's malloc stays.
 
-Memory is lost where small blocks lie beside tensors. A tensor is aligned to 64 bytes: glibc takes 96 more, and frees
+Memory is lost where small blocks are next to tensors. A tensor is aligned to 64 bytes: glibc takes 96 more, and frees
 what lies before and behind it, mostly 48 bytes each. Once a small block of the process has taken one of these places,
 the tensor's, when it is freed, is 48 bytes too short for the next tensor of its size (glibc's bug 14581, mended in
 2.39). So a process of the launcher takes small blocks from a stock first.
@@ -17,12 +17,12 @@ import os
 import re
 
 # Besides, what a running process cannot ask for by itself: huge pages, and free small blocks in queues instead of
-# stacks. From glibc's caches and fast bins the last one that was freed is taken first, which is one beside a tensor.
+# stacks. From glibc's caches and fast bins the last one that was freed is taken first, which is one next to a tensor.
 _KEPT = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
 _IN_QUEUES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 TUNABLES = f"{_KEPT}:glibc.malloc.hugetlb=1:{_IN_QUEUES}"
 
-_BESIDE = (24, 40, 56, 72, 88)  # bytes: what fits beside a tensor
+_BESIDE = (24, 40, 56, 72, 88)  # bytes: what fits next to a tensor
 _STOCK = 8192  # blocks of each
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
@@ -62,7 +62,7 @@ def stocks_small_blocks() -> bool:
 def keep_freed_memory() -> None:
     """Set the malloc of this process, unless the environment sets it; under the launcher's settings stock small blocks.
 
-    Does nothing without glibc.
+    No-op without glibc.
     """
     if stocks_small_blocks():
         _stock_small_blocks()

@@ -50,9 +50,9 @@ def _set(env: Environment, names: Sequence[str]) -> str:
 
 
 def _refuse_scattered_ranks(named: NamedLaunch) -> None:
-    """Neighbouring ranks share a host everywhere else: degrees and meshes are laid out so.
+    """Refuse placements in which consecutive ranks are not on one host, as degrees and meshes take them to be.
 
-    On one host all do, and with more processes than cores Open MPI gives local ranks in another order.
+    One host alone is not refused: with more processes than cores, Open MPI numbers local ranks in another order.
     """
     launch = named.launch
     even = launch.world_size % launch.local_world_size == 0

@@ -27,7 +27,7 @@ def share_cores() -> None:
     """Compute with this process's share of the cores that it may use, unless OMP_NUM_THREADS is above 1; collective.
 
     torchrun sets OMP_NUM_THREADS to 1 where the user has not, so that 1 does not tell a wish. Launchers give each
-    process cores of its own, or the same to all of a host: ranks with the same cores share them.
+    process separate cores, or the same to all of a host: ranks with the same cores share them.
     """
     import torch
     import torch.distributed as dist

@@ -103,7 +103,7 @@ def require_same(mine: dict[str, Any], advice: str, before: str = "") -> None:
 
 
 def require_same_weights(model: nn.Module, caller: str) -> None:
-    """Refuse a model of which each rank would shard its own; collective.
+    """Refuse a model of which ranks would shard different weights; collective.
 
     A part of each parameter is compared, which other seeds or files make another one. One on the meta device is not.
 

@@ -75,7 +75,7 @@ class Guard:
         Raises:
             RunError: on every rank.
         """
-        # Asked of all: on several hosts, each launcher counts restarts of its own.
+        # Asked of all: on several hosts, each launcher counts its restarts.
         loop = self._launch.is_main and is_crash_loop(self._run_dir, self._launch.restart, step)
         if count(self._device, loop=loop)["loop"]:
             raise RunError(

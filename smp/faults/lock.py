@@ -48,7 +48,7 @@ def _holder(path: Path) -> str:
 
 @contextlib.contextmanager
 def _removed_if_empty(directory: Path) -> Iterator[None]:
-    """In the end, remove ``directory`` and those it is in, as far as they were not there before and hold nothing."""
+    """In the end, remove ``directory`` and those it is in, as far as they did not exist before and are empty."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         yield

@@ -148,7 +148,7 @@ def describe_hang(
 
     Args:
         seen: the last state each has published.
-        silent: ranks that publish nothing any more.
+        silent: ranks that have stopped publishing.
         state: describes a rank's process.
         now: seconds since 1970.
     """

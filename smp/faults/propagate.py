@@ -42,7 +42,7 @@ def _failed_before(members: Members) -> tuple[int, int] | None:
 
 
 def _by_peer(watchdog: Watchdog, rank: int, error: Exception) -> PeerError | None:
-    """Return the error to raise where another rank's end caused ``error``; None if it is this rank's own."""
+    """Return the error to raise where another rank's end caused ``error``; None if it is this rank's."""
     assert watchdog.members is not None
     members, activity = watchdog.members, watchdog.activity
     in_collective = isinstance(error, RuntimeError) and not isinstance(error, RunError)

@@ -11,7 +11,7 @@ SAME_STARTS = 3
 
 
 def is_crash_loop(run_dir: Path, restart: int, step: int) -> bool:
-    """Record the step of this start, and tell whether those before it began there too; for rank 0 alone.
+    """Record the step of this start, and tell whether those before it began at the same step; for rank 0 alone.
 
     Args:
         run_dir: where the note is kept.

@@ -1,4 +1,4 @@
-"""Watch this rank from a thread of its own: has it hung, has a rank of this host died?
+"""Watch this rank from a thread: has it hung, has a rank of this host died?
 
 The main thread records its phase with :meth:`Watchdog.enter`. Two threads read that. One publishes it to the store, for
 the other ranks; a process that is stopped publishes nothing, and so is found. The other one waits for nothing but time,
@@ -59,7 +59,7 @@ class Watchdog:
             members: all ranks; None for a job of one.
         """
         self.members, self._connected = members, True
-        self.enter(self.activity.phase, self.activity.step)  # what came before had limits of its own
+        self.enter(self.activity.phase, self.activity.step)  # what came before had other limits
         if members is None:
             return
         self._threads.append(threading.Thread(target=self._publish, name="smp-publish", daemon=True))

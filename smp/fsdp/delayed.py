@@ -99,7 +99,7 @@ class DelayedParamIniter:
         return self._initialize
 
     def get_post_param_init_fn(self) -> Callable[[nn.Module], None]:
-        """Return FSDP's ``post_param_init_fn``. Nothing is left to do: FSDP itself keeps ties."""
+        """Return FSDP's ``post_param_init_fn``. It does nothing: FSDP itself keeps ties."""
         return lambda module: None
 
     @contextlib.contextmanager

@@ -53,7 +53,7 @@ class Summoned:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Write back and set the shards again; a second call does nothing."""
+        """Write back and set the shards again; a second call is a no-op."""
         if self._unit.summoned is not self:
             return
         self._unit.summoned = None
@@ -72,7 +72,7 @@ class Summoned:
         """End it before the context does, for a forward or ``load_state_dict``, which take shards.
 
         Raises:
-            UserError: ranks see different parameters, and would wait for each other, or each keep its own.
+            UserError: ranks see different parameters, and would wait for each other, or each keep other values.
         """
         if self._rank0_only and collective:
             raise UserError(
@@ -98,7 +98,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show unsharded parameters, in their own dtype, instead of the shards; collective.
+    """Show unsharded parameters, in their original dtype, instead of the shards; collective.
 
     A forward inside ends it for the module that it runs and the units below: they gather by themselves. So does
     ``load_state_dict`` for what it loads. With ``rank0_only`` both are refused.

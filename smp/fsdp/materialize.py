@@ -31,7 +31,7 @@ def own_modules(unit: nn.Module, leave: set[nn.Module]) -> list[nn.Module]:
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's own parameters and buffers, by name."""
+    """Yield a module's parameters and buffers, without its submodules', by name."""
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
 

@@ -138,7 +138,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "limit_all_gathers": bool,
 }
 
-# Arguments that nothing depends on: their defaults, and what holds instead.
+# Arguments without effect: their defaults, and what holds instead.
 _NO_EFFECT = {
     "limit_all_gathers": (True, "the gathers in flight are always bounded"),
     "use_orig_params": (False, "parameters are always the model's own, by their own names"),

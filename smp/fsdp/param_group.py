@@ -85,6 +85,8 @@ def _fill_unused(group: FSDPParamGroup) -> None:
             if fsdp_param.unsharded_accumulated_grad is None:
                 fsdp_param.to_accumulated_grad_if_needed()
         found = [gradient for fsdp_param in gathered if (gradient := _accumulated(fsdp_param)) is not None]
+    # Structural: torch concatenates the gradients that a rank has. With those of other parameters on another rank, the
+    # reduce-scatter would be of other sizes there.
     for fsdp_param in gathered:
         if fsdp_param.sharded_param.requires_grad and _accumulated(fsdp_param) is None:
             unsharded = fsdp_param._unsharded_param.detach()  # read of its shape alone: its memory may be free already
@@ -167,7 +169,7 @@ def accumulates(module: nn.Module) -> bool:
 
 
 def note_converted(module: Any) -> None:
-    """Take a unit's parameters as they are now for its own and unassigned, and compute in their present dtype."""
+    """Note a unit's parameters, as they are now, as unassigned, and compute in their present dtype."""
     for group in groups_of(module):
         mark_taken(fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
         for fsdp_param in group.fsdp_params:
@@ -260,7 +262,9 @@ def keep_promises(module: Any) -> None:
     """Install the hooks of one unit; ``fully_shard`` was applied to it."""
     note_converted(module)
     for group in groups_of(module):
+        # Torch calls it on the group: from autograd's graph, and after backward for units that this did not come to.
         group.post_backward = functools.partial(_post_backward, group)  # type: ignore[method-assign]
-    # Not in torch.compile's graphs, like torch's own hooks.
+    # Around torch's own hooks: an assigned parameter is refused before the gathered one replaces it, and parameters are
+    # freed after torch has decided whether it does. Not in torch.compile's graphs, like those.
     module.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
     module.register_forward_hook(torch.compiler.disable(_after_forward))

@@ -63,7 +63,7 @@ def choose_units(
         return inner
 
     with warnings.catch_warnings():
-        # Frozen parameters beside others cost nothing here; without use_orig_params torch refuses them.
+        # Frozen parameters in a unit with others cost nothing here; without use_orig_params torch refuses them.
         warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")
         root = {**arguments, "use_orig_params": True}
         try:
@@ -74,7 +74,7 @@ def choose_units(
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return True for a module that is never called: nothing would gather its parameters."""
+    """Return True for a module that is never called: its parameters would not be gathered."""
     return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
 
@@ -90,7 +90,7 @@ def _owners(module: nn.Module, units: Chosen) -> Iterator[tuple[str, nn.Paramete
 def _keep_ties_together(module: nn.Module, units: Chosen, ignored: set[nn.Parameter]) -> Chosen:
     """Leave out the units that hold a tied parameter under one of its names and not under the others.
 
-    Two units would each train a parameter of their own. The unit around them takes it instead.
+    Two units would each train a copy of the parameter. The unit around them takes it instead.
     """
     holders: dict[nn.Parameter, dict[str, nn.Module]] = {}
     for name, parameter, owner in _owners(module, units):

@@ -50,7 +50,7 @@ class Unit:
         ignored_parameters: of its constructor and of the units below.
         root: no other unit that can be called is around it.
         syncs: a backward reduces gradients; not inside ``no_sync``.
-        buffer_dtypes: of buffers that were cast, by their names in the plain module, their own dtype.
+        buffer_dtypes: of buffers that were cast, by their names in the plain module, their original dtype.
         summoned: its full parameters, inside ``summon_full_params``.
         state_dicts: the type that ``state_dict()`` gives.
     """
@@ -268,7 +268,7 @@ def prefetch_in_forward(root: nn.Module) -> None:
 
 
 def full_tensor(sharded: DTensor) -> torch.Tensor:
-    """Gather a sharded tensor into memory of its own, on the device of its mesh; collective."""
+    """Gather a sharded tensor into new memory, on the device of its mesh; collective."""
     with torch.no_grad():
         # Shards in host memory are gathered on the device that the backend serves.
         sharded = sharded.to(sharded.device_mesh.device_type)  # type: ignore[assignment]

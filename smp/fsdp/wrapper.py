@@ -120,7 +120,7 @@ class FullyShardedDataParallel(FSDPModule):
         sharding_strategy: FULL_SHARD unless given.
         cpu_offload: keep shards, gradients and so the optimizer's state in host memory.
         auto_wrap_policy: which modules become units; any of FSDP1's kinds.
-        backward_prefetch: BACKWARD_PRE gathers the next unit beside the computation; else it is gathered when needed.
+        backward_prefetch: BACKWARD_PRE gathers the next unit during the computation; else it is gathered when needed.
         mixed_precision: dtypes of computation, reduction and buffers.
         ignored_modules: are not sharded, and their gradients not reduced.
         param_init_fn: called with every module that has to leave the meta device.
@@ -280,7 +280,7 @@ class FullyShardedDataParallel(FSDPModule):
         """Allocate buffers by the process group, as torch's method of ``fully_shard``.
 
         Raises:
-            UserError: the unit has smp's collectives, with buffers of their own.
+            UserError: the unit has smp's collectives, with separate buffers.
         """
         try:
             super().set_allocate_memory_from_process_group_for_comm(enable)

@@ -150,7 +150,7 @@ def quoted(arguments: Iterable[str]) -> str:
 
 
 def quoted_lines(arguments: Sequence[str]) -> str:
-    """Quote arguments, each flag with its values on a line of its own."""
+    """Quote arguments, each flag with its values on one line."""
     lines: list[list[str]] = []
     for argument in arguments:
         if argument.startswith("--") or not lines:

@@ -1,6 +1,6 @@
-"""The launchers of a job's hosts among themselves: host 0 serves a store for each attempt; the others register there.
+"""The launchers of a job's hosts among themselves: host 0 serves a store for each attempt; the others register in it.
 
-Each store has an identity of its own. A host that starts again while the attempt it was part of still runs elsewhere
+Each store has another identity. A host that starts again while the attempt it was part of still runs elsewhere
 would otherwise join that attempt, fail with it, and leave marks that end the next one too soon.
 """
 
@@ -60,7 +60,7 @@ class Attempt:
         self._identity = uuid.uuid4().hex
 
     def join(self) -> int | None:
-        """Serve the store, or wait for host 0's and register there.
+        """Serve the store, or wait for host 0's and register in it.
 
         Returns:
             The store's port; None if the launcher was asked to stop meanwhile.
@@ -85,7 +85,7 @@ class Attempt:
         return None
 
     def _register(self) -> str:
-        """Register in the store that is there now; return why not, or an empty text."""
+        """Register in the present store; return why not, or an empty text."""
         host = self._host
         where = f"port {host.port} of host 0, {host.address}"
         seconds = datetime.timedelta(seconds=_ANSWER_SECONDS)

@@ -1,7 +1,7 @@
 """Start the processes of a job on this machine: ``python -m smp.launch.local --nproc_per_node N SCRIPT ...``.
 
 Speaks torchrun's environment, so that a script cannot tell the two apart. It prints no table of failures: the exit
-status is the one of the first process that failed, and the job's own message is all there is to read. SIGTERM, SIGUSR1
+status is the one of the first process that failed, and the job's message is the only output. SIGTERM, SIGUSR1
 and Ctrl-C are handed on to the processes, and SIGHUP as SIGTERM; they are then waited for, however long their last
 checkpoint takes.
 
@@ -87,7 +87,7 @@ class LocalJob:
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_stop = True
         for process in self._running:
-            # Nothing happens to one that has ended.
+            # A no-op for one that has ended.
             process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _obey(self) -> None:
@@ -107,7 +107,7 @@ class LocalJob:
             port = together.join()
             if port is None:  # asked to stop before anything was started
                 return 128 + signal.SIGTERM
-            # One by one, so that a signal finds those that are there.
+            # One by one, so that a signal finds those that have started.
             for local_rank in range(self._processes):
                 environment = environment_with(self._environment(local_rank, attempt, port))
                 stdin = subprocess.DEVNULL if self._controlled else None

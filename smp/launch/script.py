@@ -25,7 +25,7 @@ class Job:
         gpus: of each; 0: it computes on CPUs.
         processes: on each.
         workdir: where it runs, on all nodes.
-        program: what Python starts there: a file, or ``-m`` and a module.
+        program: what Python starts on each host: a file, or ``-m`` and a module.
         arguments: its flags, with those that were chosen.
         resumes: whether these name a checkpoint to start from.
         comments: on them, for the script's head.

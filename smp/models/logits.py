@@ -60,7 +60,7 @@ def _outputs(tokens: int, vocabulary: int, device: torch.device | str) -> torch.
 
 
 def _plain(value: float, rounding: float) -> float:
-    """Return the number with few digits, or with such an inverse, that ``value`` may be a rounding of, or itself."""
+    """Round to six digits, or to the inverse of such a number, if within ``rounding``, a relative error."""
     guesses = float(f"{value:.6g}"), 1 / float(f"{1 / value:.6g}")
     return next((guess for guess in guesses if abs(guess - value) <= rounding * abs(value)), value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import inspect
 import logging
@@ -22,7 +21,7 @@ from smp.memory.shape import ModelShape, Moment, Workload, block_bytes, splits_t
 from smp.mesh import Mesh
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import splits_sequences
-from smp.parallel.linear import is_main_product, product_of
+from smp.parallel.linear import ProductCounter, product_of
 from smp.parallel.technique import Setup, draws, model_blocks
 
 Config = ActivationConfig
@@ -72,14 +71,13 @@ def _policy(*, attention: bool = True) -> Callable[..., CheckpointPolicy]:
 
     Source: the per-operation policy of torchtitan, and Korthikanti et al., arXiv:2205.05198.
     """
-    products: collections.Counter[bool] = collections.Counter()
-    traced: dict[bool, list[Any]] = {False: [], True: []}
+    # Recomputation decides again, and must come to the forward's decisions: it counts from the start.
+    products = {False: ProductCounter(), True: ProductCounter()}
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operation.name()
-        if name in _PRODUCTS and is_main_product(traced[context.is_recompute]):
-            products[context.is_recompute] += 1
-            keep = bool(products[context.is_recompute] % 2)
+        if name in _PRODUCTS:
+            keep = products[context.is_recompute].is_odd()
         else:
             keep = name in _REDUCTIONS or (attention and name.rpartition("::")[2] in _ATTENTION)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -186,7 +184,7 @@ def apply_activation_checkpointing(
             collectives.
         every: recompute every n-th block only, beginning with the first.
         preserve_rng_state: draw the same random numbers again; False spares the copies of the generators, where
-            nothing is drawn.
+            no random numbers are drawn.
 
     Raises:
         UserError: an unknown mode, ``every`` below 1, a model without ``check_fn``, or no block in it.

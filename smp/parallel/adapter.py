@@ -1,4 +1,4 @@
-"""The product of a frozen weight and, beside it, of two low-rank factors: of :mod:`smp.parallel.lora`."""
+"""The product of a frozen weight plus that of two low-rank factors: of :mod:`smp.parallel.lora`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smp.parallel.random_numbers import draw_seed, seeded
 
 
 class Adapter(Product):
-    """A frozen weight's product, and beside it the scaled one of two factors.
+    """A frozen weight's product plus the scaled one of two factors.
 
     Args:
         scale: of the factors' product.
@@ -79,7 +79,7 @@ class Adapter(Product):
         ]
 
     def as_one(self, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the input beside its product with A, and the weight beside B."""
+        """Return the input concatenated with its product with A, and the weight with B."""
         if self.left_out:
             return super().as_one(x, weight)
         a, b = own

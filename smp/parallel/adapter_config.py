@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = {
     "inference_mode", "loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size",
     "revision", "task_type",
 }  # fmt: skip
-# With others peft subtracts the initial product from the weights beside it, quantises them, or freezes a factor.
+# With others peft subtracts the initial product from the frozen weights, quantises them, or freezes a factor.
 _BASE_UNCHANGED = (True, False, None, "gaussian", "orthogonal", "eva")
 
 

@@ -99,7 +99,7 @@ def config_text(
 
     Args:
         layers: that have adapters, by path.
-        beside: the fields of what is trained beside them.
+        beside: the fields of what is trained besides them.
     """
     hf_config: Any = model.config
     base = settings[ModelConfig].hf_pretrained_model_name_or_dir or getattr(hf_config, "_name_or_path", None)

@@ -28,7 +28,7 @@ def choose(situation: Situation) -> Iterator[Choice]:
     """Let segments grow, unless the user has set the allocator.
 
     Not with ``smddp``: torch's pools of symmetric memory do not take such segments, and nobody has yet run its
-    symmetric memory beside them.
+    symmetric memory with them.
     """
     if variable := allocator_variable():
         yield Choice("expandable_segments", False, f"{variable} is set, and stays")

@@ -3,7 +3,7 @@
 transformers makes a model's masks from its positions, and reads from the device whether they restart. Here the caller
 says so, with transformers' own arguments for packed sequences, ``cu_seq_lens_q`` and ``max_length_q``: a family whose
 embedding may be split by tokens has one mask for all blocks, made here before it; the masks of others (by layer types,
-biases, or in a way of their own) remain the model's to make, and only the reading is taken out.
+biases, or in another way) remain the model's to make, and only the reading is taken out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from smp.parallel.technique import Setup
 
 Config = ModelConfig
 
-# Names in transformers' registry of attention functions. They have no mask function there, so that transformers makes
+# Names in transformers' registry of attention functions. They have no mask function in it, so that transformers makes
 # no mask.
 SDPA, FUSED = "smp_sdpa", "smp_fused"
 MASKED = "smp_masked"  # the fused kernels, for which transformers makes masks
@@ -352,7 +352,7 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
 
 
 def choose(situation: Situation) -> Iterator[Choice]:
-    """Take flash attention 3 on a Hopper where its package is there, else the fused kernels where they fit."""
+    """Take flash attention 3 on a Hopper where its package is installed, else the fused kernels where they fit."""
     from transformers.utils import is_flash_attn_3_available
 
     if default_attention(situation.hf_config) != "sdpa":

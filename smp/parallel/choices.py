@@ -63,7 +63,7 @@ def choose(settings: Settings, situation: Situation, choosers: list[Chooser]) ->
 
     The first choice of a setting stays.
 
-    On a CPU nothing is chosen: every setting has its plain value.
+    On a CPU no choice is made: every setting has its plain value.
     """
     found: list[Choice] = []
     if situation.device_type == "cpu":

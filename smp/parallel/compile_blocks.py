@@ -33,7 +33,7 @@ GRAPHS = 64
 
 
 def choose(situation: Situation) -> Iterator[Choice]:
-    """Compile where Triton and a compiler are there, and blocks draw no random numbers and are not split."""
+    """Compile where Triton and a compiler are installed, and blocks draw no random numbers and are not split."""
     missing = []
     if torch.version.cuda or torch.version.hip:  # else the job is planned for another machine
         missing = [] if importlib.util.find_spec("triton") else ["triton"]

@@ -66,7 +66,7 @@ def bounds_of(positions: torch.Tensor) -> torch.Tensor:
 
 
 def mixes_tokens(model: nn.Module) -> str | None:
-    """Return what, beside attention, carries something from one token to another, if there is such a thing."""
+    """Return what, besides attention, carries something from one token to another, if there is such a thing."""
     types = getattr(model.config, "layer_types", None) or getattr(model.config, "layers_block_type", None) or ()
     other = next((kind for kind in types if kind not in _ATTENTION), None)
     conv = next((module for module in model.modules() if isinstance(module, nn.Conv1d)), None)

@@ -67,6 +67,7 @@ def _require_reduced(model: nn.Module) -> None:
     """Refuse gradients that no backward has reduced, which no norm and no update would have."""
     for module in fsdp_modules(model):
         group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
+        # The first is reduced over the sharding group and not over replicas, the others are not reduced at all.
         found = [] if group is None else [group._partial_reduce_output]
         for each in group.fsdp_params if found else ():
             found += [each.unsharded_accumulated_grad, getattr(getattr(each, "_unsharded_param", None), "grad", None)]
@@ -118,17 +119,22 @@ def clip_grad_norm_(
         if (gradient := parameter.grad) is not None:
             found = _computing_device(gradient)
             device = found if device is None or found.type == "cuda" else device
+            # The local tensor aliases the DTensor's storage: scaling it below scales what the optimizer reads.
             by_groups[_sharded_groups(gradient)].append((parameter, local_tensor(gradient)))
     if not by_groups:
         return torch.tensor(0.0)
     largest = math.isinf(norm_type)
     powers = []
-    for groups in sorted(by_groups, key=_order):  # the order of parameters may differ between ranks
+    # [Note: Order of the norm's collectives] A rank is in several of these groups. Ranks that came to them in another
+    # order, as that of their parameters may be, would wait for each other without end: the key is a fact of the mesh.
+    for groups in sorted(by_groups, key=_order):
         own = _norms([gradient for _, gradient in by_groups[groups]], norm_type)
         if norms is not None:
             norms.update((parameter, norm) for (parameter, _), norm in zip(by_groups[groups], own, strict=True))
         stacked = torch.stack(own)
         power = (stacked.max() if largest else stacked.pow(norm_type).sum()).to(device)
+        # Axis after axis, which makes the sum over all of their ranks. A replicated axis is in no key: its ranks have
+        # the same power, which a sum would count once for each of them.
         for group in groups:
             dist.all_reduce(power, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         powers.append(power)
@@ -137,7 +143,8 @@ def clip_grad_norm_(
     if max_norm > 0 and not math.isinf(max_norm):
         # The same formula as torch.nn.utils.clip_grad_norm_, so that runs compare with other trainers.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        # Unscaled gradients still show which parameter is not finite.
+        # Unscaled gradients still show which parameter is not finite. Not by `if`: the host would wait for the device,
+        # and for all ranks, in every step.
         scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))
         for pairs in by_groups.values():
             gradients = [gradient for _, gradient in pairs]

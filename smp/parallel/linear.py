@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,9 +22,6 @@ from smp.errors import UserError, a_type
 
 _PRODUCT, _TRACED = "_smp_product", "smp_product"
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
-
-# Whether the layer that is being computed has had its product with the weight; None outside of other products.
-_multiplied: bool | None = None
 
 
 def local_tensor(tensor: T) -> T:
@@ -58,11 +55,11 @@ class Product:
     """The product of a linear layer, and its gradients: torch's, where a subclass has no other.
 
     All tensors are of this rank's part of the layer: some of its outputs (column parallel, the replicated head), or
-    some of its inputs, then without bias (row parallel). Nothing here is recorded by autograd, or does collectives.
+    some of its inputs, then without bias (row parallel). Methods are neither recorded by autograd nor do collectives.
 
     Attributes:
         dropout: rate of what it draws at random in training, so that recomputation is to draw the same again.
-        own: parameters of the layer beside weight and bias, by name: which of the layer's axes their first
+        own: parameters of the layer besides weight and bias, by name: which of the layer's axes their first
             (``outputs``) or last one (``inputs``) is, and so which part of them a rank has; None: all of them. They are
             handed to each method in this order.
     """
@@ -133,20 +130,10 @@ class Product:
 PLAIN = Product()
 
 
-@contextlib.contextmanager
-def _one_product(*, multiplied: bool) -> Iterator[None]:
-    global _multiplied
-    _multiplied = multiplied
-    try:
-        yield
-    finally:
-        _multiplied = None
-
-
 def one_product(
     product: Product, index: int = 0, *, multiplied: bool = False
 ) -> contextlib.AbstractContextManager[Any]:
-    """Let all that ``product`` multiplies inside count as one product; see :func:`is_main_product`.
+    """Let all that ``product`` multiplies inside count as one product; see :class:`ProductCounter`.
 
     Args:
         index: among the products that one layer computes.
@@ -154,38 +141,43 @@ def one_product(
     """
     if product is PLAIN:
         return contextlib.nullcontext()
-    if torch.compiler.is_compiling():  # operators are traced by now, and chosen among later
-        return annotate({_TRACED: None if multiplied else index})
-    return _one_product(multiplied=multiplied)
+    # In a graph, whose operators are chosen among after it is traced, the layer and a number identify the product.
+    key = index if torch.compiler.is_compiling() else object()
+    return annotate({_TRACED: None if multiplied else key})
 
 
-def is_main_product(traced: list[Any]) -> bool:
-    """Return whether the operator that multiplies now does so with a layer's weight, and not beside it.
+class ProductCounter:
+    """Counts a block's products with weights, in its forward or in its recomputation.
 
-    Selective recomputation keeps every other product of a block, which is to be the same with another product.
-
-    Args:
-        traced: empty at the block's first product, and the same list at its others; remembers the last product where
-            ``torch.compile`` traces the block.
+    Selective recomputation keeps every other one, which must be the same with another product as with torch's.
     """
-    global _multiplied
-    meta = get_current_meta()
-    if _TRACED in (custom := meta.get("custom") or {}):
-        index, modules = custom[_TRACED], meta.get("nn_module_stack")
-        product = (next(reversed(modules)) if modules else None, index)
-        before, traced[:] = index is None or product in traced, [product]
-        return not before
-    if _multiplied is None:
-        return True
-    before, _multiplied = _multiplied, True
-    return not before
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._latest: tuple[Any, Any] | None = None
+
+    def is_odd(self) -> bool:
+        """Count the operator that multiplies now, and return whether it is the first, the third, ... product.
+
+        What another product multiplies besides the weight, as an adapter does, is not counted: False.
+        """
+        meta = get_current_meta()
+        if _TRACED in (custom := meta.get("custom") or {}):
+            modules = meta.get("nn_module_stack")
+            product = (next(reversed(modules)) if modules else None, custom[_TRACED])
+            # The latest is enough: all that one product multiplies comes before the next.
+            seen, self._latest = custom[_TRACED] is None or product == self._latest, product
+            if seen:
+                return False
+        self._count += 1
+        return bool(self._count % 2)
 
 
 def replace_product(module: nn.Linear, product: Product) -> None:
     """Let a layer compute ``product``, in place, at any layout.
 
     Args:
-        module: the layer, split or not; one whose product has parameters of its own, which it must have by now, is not
+        module: the layer, split or not; one whose product has parameters (``own``), which it must have by now, is not
             split yet.
         product: its methods; one may serve several layers.
 
@@ -242,6 +234,7 @@ class Linears(torch.autograd.Function):
         ctx.tp, ctx.products, ctx.given = tp, products, len(given)
         ctx.regather = tp is not None and tp.sequence_parallel and not tp.save_gathered
         kept = [tensor for weight, _, *own in layers for tensor in (weight, *own)]
+        # Not as attributes of `ctx`, which hooks for saved tensors do not see: offloading and checkpointing are such.
         ctx.save_for_backward(part if ctx.regather else gathered, *kept)
         outputs = []
         for index, (product, layer) in enumerate(zip(products, layers, strict=True)):
@@ -263,6 +256,8 @@ class Linears(torch.autograd.Function):
         gathering = reducing = None
         needs_input, needs = ctx.needs_input_grad[3], _by_layer(products, ctx.needs_input_grad[4:])[0]
         if ctx.regather and any(weight or any(own) for weight, _, *own in needs):
+            # [Note: Overlap of the gather and the reduction in backward] The gradient of the input needs no gathered
+            # tokens and is computed meanwhile; those of the weights need them, and are computed while it is reduced.
             gathered, gathering = tp.gather(gathered, async_op=overlap)
         flat = [by_token(g) for g in gradients]
         input_gradient = partial = None
@@ -273,6 +268,7 @@ class Linears(torch.autograd.Function):
             partial = partial.view(*gradients[0].shape[:-1], -1)
             _wait(gathering)  # one collective after the other: both are of one group
             gathering = None
+            # The collective reads `partial`, which must live until `_wait(reducing)`: this name keeps it.
             input_gradient, reducing = (partial, None) if tp is None else tp.reduce(partial, async_op=overlap)
         _wait(gathering)
         tokens = by_token(gathered)
@@ -312,6 +308,7 @@ def linear(
     product = product_of_call(module, part)
     if product is PLAIN:
         return F.linear(x, weight, bias)
+    # The product is of the detached tensor, which shares the memory; the gradient goes to `x`.
     return Linears.apply(None, (product,), x.detach(), x, weight, bias, *own)[0]
 
 

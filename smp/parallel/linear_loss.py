@@ -2,7 +2,7 @@
 
 Forward computes a chunk's logits, its loss and its gradients at once, so that nothing of the chunk is saved or
 recomputed. Only the gradients of the hidden states and of the head's weights, which backward would compute anyway, are
-kept until backward. The losses of several sequences have gradients of their own: there backward computes the chunks
+kept until backward. The losses of several sequences have one gradient each: for these, backward computes the chunks
 once more, and the hidden states are kept.
 
 Source: the fused linear cross entropy of Liger Kernel, arXiv:2410.10989, without its kernels.

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen linear layers (LoRA: Hu et al., arXiv:2106.09685), with peft's names and files.
+"""Low-rank adapters of frozen linear layers (LoRA: Hu et al., arXiv:2106.09685), with peft's names and files.
 
 The factors are parameters of the layer itself, ``lora_A`` (rank, inputs) and ``lora_B`` (outputs, rank): blocks remain
 the sharding units, and tensor parallelism splits the factors as it splits the weight.
@@ -224,7 +224,7 @@ def adapt(
         alpha: the adapters' product is scaled by ``alpha / rank``, with ``use_rslora`` by ``alpha / sqrt(rank)``.
         target_modules: ends of the names of the blocks' linear layers that get adapters, or one; None: ``all-linear``.
         dropout: of the adapters' input, while the model is in training mode; each data rank seeds torch's generators
-            its own way, those of a tensor-parallel group alike.
+            differently, those of a tensor-parallel group alike.
         quantize: store the weights of the blocks' linear layers in 4 bits.
         train_tokens: ids whose rows of the embedding and the head are trained, too.
         modules_to_save: ends of the names of modules that are trained as they are, such as ``embed_tokens``.

@@ -1,4 +1,4 @@
-"""Settings of adapters, and of what is trained beside them."""
+"""Settings of adapters, and of what is trained besides them."""
 
 from __future__ import annotations
 

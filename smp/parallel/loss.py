@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -31,6 +32,95 @@ _MARK = "_smp_loss_in_chunks"
 SPLIT_HEAD = "_smp_split_head"  # attribute of a split model: its SplitHead
 
 
+class ChunkedHead:
+    """The head of a model, which in a forward with labels returns the sum of the losses in place of logits.
+
+    Args:
+        model: of Hugging Face; :meth:`forward` replaces its forward.
+        path: of the head, whose forward :meth:`project` replaces.
+        chunk_tokens, z_loss: as for :func:`linear_cross_entropy`.
+        logits: what the model makes of its head's outputs.
+    """
+
+    def __init__(self, model: nn.Module, path: str, *, chunk_tokens: int, z_loss: float, logits: LogitTransform):
+        self._model, self._path, self._layer = model, path, model.get_submodule(path)
+        self._chunk_tokens, self._z_loss, self._logits = chunk_tokens, z_loss, logits
+        self._split: SplitHead | None = getattr(model, SPLIT_HEAD, None)
+        self._model_forward, self._layer_forward = model.forward, self._layer.forward
+        self._targets: Targets | None = None  # of a forward with labels, while it runs
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, or the loss, of hidden states ``(batch, sequence, hidden)``.
+
+        Raises:
+            UserError: the head's product is replaced.
+        """
+        layer, targets = cast(nn.Linear, self._layer), self._targets
+        if targets is None:
+            return self._layer_forward(hidden)
+        if product_of(layer) is not PLAIN or type(layer).forward is not nn.Linear.forward:
+            raise UserError(
+                f"{self._path} multiplies by a product of its own, which the loss in chunks does not know: use "
+                f"--loss_chunk_tokens 0, or leave {self._path} out of the layers whose product is replaced"
+            )
+        rows = rows_of(layer)
+        return linear_cross_entropy(
+            hidden, local_tensor(layer.weight), targets, bias=local_tensor(layer.bias),  # type: ignore[type-var]
+            chunk_tokens=self._chunk_tokens, split=self._split,
+            z_loss=self._z_loss if self._model.training and targets.of_token is None else 0.0,
+            vocabulary=layer.weight.shape[0], logits=self._logits, rows=None if rows is None else rows.columns(),
+        )  # fmt: skip
+
+    def forward(
+        self,
+        *args: Any,
+        labels: torch.Tensor | Targets | None = None,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return what the model does, with labels its loss and no logits.
+
+        Raises:
+            UserError: the model does not call its head once.
+        """
+        if labels is None and shift_labels is None:
+            return self._model_forward(*args, **kwargs)
+        targets = targets_of(labels, shift_labels)
+        items = kwargs.pop("num_items_in_batch", None)
+        as_tuple = kwargs.pop("return_dict", True) is False
+        with self._losses_of(targets) as losses:
+            found = self._model_forward(*args, **kwargs)
+        if len(losses) != 1:
+            raise UserError(
+                f"{self._path} was called {len(losses)} times in a forward, where the loss in chunks needs one call: "
+                f"use --loss_chunk_tokens 0"
+            )
+        if items is None:
+            items = (targets.labels != IGNORE_INDEX).sum()
+        # A new object: an attribute that is set later would come last in a tuple.
+        found = type(found)(**{**found, "loss": losses[0] / items, "logits": None})
+        return found.to_tuple() if as_tuple else found
+
+    @contextlib.contextmanager
+    def _losses_of(self, targets: Targets) -> Iterator[list[torch.Tensor]]:
+        """Let the head return losses inside, which are in the list; the model gets logits of no token."""
+        losses: list[torch.Tensor] = []
+
+        def set_aside(_: nn.Module, inputs: tuple[torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
+            losses.append(loss)
+            return inputs[0].new_empty(1, 0, 1)  # with which the model may do what it does
+
+        # The last of the head's hooks, so registered anew in each forward: fully_shard's post-forward hook must see the
+        # loss, from which backward starts, and not these logits, on which it could register no pre-backward hook.
+        hook = self._layer.register_forward_hook(set_aside)
+        self._targets = targets
+        try:
+            yield losses
+        finally:
+            self._targets = None
+            hook.remove()
+
+
 def chunk_loss(
     model: nn.Module,
     *,
@@ -56,67 +146,12 @@ def chunk_loss(
     """
     check_chunk(chunk_tokens)
     require_uncompiled("smp.chunk_loss", model)
-    split: SplitHead | None = getattr(model, SPLIT_HEAD, None)
     projection = model.get_submodule(head)
-    transform = find_logits(model.get_submodule(head.rpartition(".")[0]), projection) if logits is None else logits
-    forward, project = model.forward, projection.forward
-    asked: list[Targets] = []  # while a forward with labels runs
-
-    def project_or_lose(hidden: torch.Tensor) -> torch.Tensor:
-        if not asked:
-            return project(hidden)
-        if product_of(projection) is not PLAIN or type(projection).forward is not nn.Linear.forward:
-            raise UserError(
-                f"{head} multiplies by a product of its own, which the loss in chunks does not know: use "
-                f"--loss_chunk_tokens 0, or leave {head} out of the layers whose product is replaced"
-            )
-        rows = rows_of(projection)
-        return linear_cross_entropy(
-            hidden, local_tensor(projection.weight), asked[-1], bias=local_tensor(projection.bias),  # type: ignore[arg-type,type-var]
-            chunk_tokens=chunk_tokens, split=split,
-            z_loss=z_loss if model.training and asked[-1].of_token is None else 0.0,
-            vocabulary=projection.weight.shape[0], logits=transform,  # type: ignore[index,arg-type]
-            rows=None if rows is None else rows.columns(),
-        )  # fmt: skip
-
-    def forward_with_loss(
-        *args: Any,
-        labels: torch.Tensor | Targets | None = None,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if labels is None and shift_labels is None:
-            return forward(*args, **kwargs)
-        targets = targets_of(labels, shift_labels)
-        items = kwargs.pop("num_items_in_batch", None)
-        as_tuple = kwargs.pop("return_dict", True) is False
-        taken: list[torch.Tensor] = []
-
-        def set_aside(_: nn.Module, inputs: tuple[torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
-            taken.append(loss)
-            return inputs[0].new_empty(1, 0, 1)  # logits of no token, with which the model may do what it does
-
-        asked.append(targets)
-        # The last of the head's hooks: those of fully_shard are to see the loss, which is what backward starts from.
-        hook = projection.register_forward_hook(set_aside)
-        try:
-            found = forward(*args, **kwargs)
-        finally:
-            hook.remove()
-            asked.pop()
-        if len(taken) != 1:
-            raise UserError(
-                f"{head} was called {len(taken)} times in a forward, where the loss in chunks needs one call: use "
-                f"--loss_chunk_tokens 0"
-            )
-        if items is None:
-            items = (targets.labels != IGNORE_INDEX).sum()
-        # A new object: an attribute that is set later would come last in a tuple.
-        found = type(found)(**{**found, "loss": taken[0] / items, "logits": None})
-        return found.to_tuple() if as_tuple else found
-
-    projection.forward = project_or_lose  # type: ignore[method-assign,assignment]
-    model.forward = forward_with_loss  # type: ignore[method-assign]
+    if logits is None:
+        logits = find_logits(model.get_submodule(head.rpartition(".")[0]), projection)
+    chunked = ChunkedHead(model, head, chunk_tokens=chunk_tokens, z_loss=z_loss, logits=logits)
+    projection.forward = chunked.project  # type: ignore[method-assign,assignment]
+    model.forward = chunked.forward  # type: ignore[method-assign]
     setattr(model, _MARK, True)
     return model
 

@@ -15,7 +15,7 @@ class Microbatch(TypedDict, total=False):
 
     Attributes:
         input_ids: ``(batch, sequence)`` int64.
-        targets: ``(batch, sequence)`` int64, the id that each token predicts. -100 where nothing is trained: what comes
+        targets: ``(batch, sequence)`` int64, the id that each token predicts. -100 where no loss is made: what comes
             next is padding, masked, another document, or (a chat's prompt) only read.
         attention_mask: ``(batch, sequence)``, only where a token is hidden before one that is shown.
         position_ids: ``(batch, sequence)``, which restart at each document; where documents are kept apart.

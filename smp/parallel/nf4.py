@@ -1,8 +1,8 @@
 """Frozen weights of linear layers in 4 bits (NF4 of QLoRA: Dettmers et al., arXiv:2305.14314), quantised by torchao.
 
 The weight of a layer becomes a matrix of bytes, row by row: two values of 4 bits in each, then a byte for the scale of
-each 64 values. It is kept as bf16 of the same bits, which ``fully_shard`` cuts by rows, gathers and casts to nothing
-else. What belongs to all rows, 4 bytes for 16,384 values, is a buffer. The layer multiplies with the weight that they
+each 64 values. It is kept as bf16 of the same bits, which ``fully_shard`` cuts by rows, and gathers without a
+cast. What belongs to all rows, 4 bytes for 16,384 values, is a buffer. The layer multiplies with the weight that they
 stand for, made anew for each product.
 """
 
@@ -32,7 +32,7 @@ INSTALL = "pip install torchao"
 
 
 def is_installed() -> bool:
-    """Return whether torchao is there, which quantises."""
+    """Return whether torchao, which quantises, is installed."""
     return importlib.util.find_spec("torchao") is not None
 
 
@@ -118,7 +118,7 @@ class Unpacked(Product):
     def parameter_gradients(
         self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, needs: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the inner product's own parameters; the weight is frozen."""
+        """Return the gradients of the parameters of the inner product; the weight is frozen."""
         return self.inner.parameter_gradients(gradient, x, weight, *own, needs=needs)
 
 

@@ -46,7 +46,7 @@ def following_optimizers(*models: nn.Module) -> Iterator[None]:
     for model in models:
         tie_on_meta(model)
     before = [
-        (module, name, weakref.ref(parameter))  # nothing outlives its replacement for this
+        (module, name, weakref.ref(parameter))  # it is freed with its replacement
         for model in models
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
@@ -58,7 +58,7 @@ def following_optimizers(*models: nn.Module) -> Iterator[None]:
 def replace_parameters(pairs: Iterable[tuple[weakref.ref[nn.Parameter], nn.Parameter | None]]) -> None:
     """Replace parameters in every optimizer of this process; pairs are (old, new)."""
     replaced = {old: new for ref, new in pairs if (old := ref()) is not None and new is not None and new is not old}
-    if not replaced:  # the usual case, as nothing else than the model holds them: spare a look at all objects
+    if not replaced:  # the usual case, as the model alone references them: spare a look at all objects
         return
     for optimizer in gc.get_objects():
         if not issubclass(type(optimizer), torch.optim.Optimizer):  # isinstance may run a proxy's code

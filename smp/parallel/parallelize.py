@@ -41,7 +41,7 @@ from smp.parallel.microbatch import Microbatch
 from smp.parallel.technique import Setup, Technique, follow_steps, member
 from smp.pretrained import load_pretrained_
 
-# In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
+# In the order in which they are applied: the only place that knows it. A new technique is a file and a line here.
 TECHNIQUES: list[Technique] = [
     lora,
     trained_beside,
@@ -141,7 +141,7 @@ def apply_techniques(model: nn.Module, setup: Setup, *, keeps_values: bool = Tru
     Args:
         model: of the family's architecture, real or on the meta device.
         setup: its mesh is joined.
-        keeps_values: whether the model's own values, if it has any, are the last it gets.
+        keeps_values: whether the model's present values, if it has any, are the last it gets.
 
     Raises:
         ConfigError: naming every technique that does not fit the model and the mesh.
@@ -182,7 +182,7 @@ def parallelize(
 
     Args:
         model: of ``family``'s architecture, real or on the meta device.
-        dtype: dtype to compute in; None keeps the parameters' own.
+        dtype: dtype to compute in; None keeps that of the parameters.
         loss: make the loss in chunks; None leaves the head as it is.
 
     Raises:

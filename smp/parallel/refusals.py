@@ -60,7 +60,7 @@ def batches_of(ids: torch.Tensor, ranks: Role) -> list[tuple[tuple[int, ...], in
 
 
 def require_same_batch(caller: str, ids: torch.Tensor, ranks: Role, mesh: Mesh) -> None:
-    """Refuse batches that differ between ranks that compute one together, as nothing else would notice; collective."""
+    """Refuse batches that differ between ranks that compute one together, which no one else notices; collective."""
     found = batches_of(ids, ranks)
     if len(set(found)) > 1:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What a script does with a sharded model beside its training step, as forward hooks.
+"""What a script does with a sharded model outside of its training step, as forward hooks.
 
 It evaluates before the optimizer has stepped, calls the backbone without the head, adds parameters, or has read other
 samples on each rank.
@@ -22,7 +22,7 @@ from smp.parallel.sharding import reshard
 
 
 def follow_script(model: nn.Module, call: str) -> None:
-    """Let a sharded model do, or refuse in a sentence, what a script asks of it beside its training step.
+    """Let a sharded model do, or refuse in a sentence, what a script asks of it outside of its training step.
 
     Args:
         call: that has sharded it, for messages.

@@ -23,7 +23,7 @@ from smp.parallel.targets import chosen_tokens
 
 
 class _Sum(Function):
-    """The sum over the ranks of a sequence: each rank's gradient is that of its own summand, times a weight."""
+    """The sum over the ranks of a sequence: each rank's gradient is that of its summand, times a weight."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: Any, weight: int) -> torch.Tensor:  # type: ignore[override]
@@ -40,7 +40,7 @@ def sum_over_ranks(own: torch.Tensor, ranks: Role, *, averaged: bool = False) ->
     """Return the sum of what the ranks of a sequence have of it, on each; one all-reduce, none in backward.
 
     Gradients of parameters are summed over these ranks, so that each differentiates the whole of what follows from the
-    sum, by its own summand; where they are averaged, times the number of ranks.
+    sum, by its summand; where they are averaged, times the number of ranks.
     """
     weight = ranks.size if averaged else 1
     return own if ranks.size == 1 else cast(torch.Tensor, _Sum.apply(own, ranks.group, weight))
@@ -85,7 +85,7 @@ def log_probs(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None, *, 
 def _padded_on_the_right(caller: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch with each row's tokens moved to its begin, where they are predicted as without padding.
 
-    Positions then count from a sequence's first token, and nothing sees the padding behind it.
+    Positions then count from a sequence's first token, and no token attends to the padding behind it.
 
     Raises:
         UserError: a row has padding in between, or it is on the left of packed documents.

@@ -271,24 +271,11 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     accumulated = work.accumulation > 1
     deferred = accumulated and work.settings[Config].defer_gradient_sync
     gradients = trained if accumulated and not deferred else reduced
-    unreduced = {
-        Moment.LOSS: 0,  # the head's gradient is in what the loss counts
-        Moment.HEAD: last,
-        # Activations are most when the first gradient of the block, of its last product, is made.
-        Moment.LAST_BLOCK: min(block, shape.hidden * shape.intermediate // mesh.tp.size),
-        Moment.FIRST_BLOCK: min(block, shape.hidden * shape.intermediate // mesh.tp.size),
-        Moment.LAST_REDUCTION: block, Moment.FIRST_REDUCTION: block,
-        Moment.EMBEDDING: last if shape.tied else table,
-        Moment.UPDATE: 0,
-    }[moment]  # fmt: skip
+    unreduced = _unreduced(shape, mesh, moment, table=table, last=last, block=block)
     copied = {
         Moment.LOSS: 0, Moment.LAST_BLOCK: 0 if shape.tied else last, Moment.FIRST_BLOCK: block, Moment.UPDATE: 0,
     }.get(moment, unreduced)  # fmt: skip
-    parts = 1 + (mesh.shard.size == 1 < mesh.loss.size)  # a copy, into which torch divides
-    if work.device_type == "cpu" and work.settings[CommConfig].distributed_backend == "smddp":
-        parts = max(parts, mesh.shard.size)  # in memory that all ranks of the host share
-    elif work.device_type == "cpu" and mesh.loss.size > 1 and copied == unreduced:
-        parts += 1  # gloo's receive buffers
+    copies = _copies(mesh, work, receives=copied == unreduced)
     if deferred:
         unreduced = max(unreduced, trained - reduced)
     return {
@@ -297,8 +284,30 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         "optimizer state": int(-(-trained // mesh.shard.size) * state),
         "gathered parameters": _gathered(shape.unit_sizes(mesh.tp.size), shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,
-        "communication buffers": parts * copied * fp32 + _buffer_bytes(shape, mesh, work),
+        "communication buffers": copies * copied * fp32 + _buffer_bytes(shape, mesh, work),
     }
+
+
+def _unreduced(shape: ModelShape, mesh: Mesh, moment: Moment, *, table: int, last: int, block: int) -> int:
+    """Count the parameters whose gradients exist unsharded, before they are reduced."""
+    # Activations are most when the first gradient of the block, of its last product, is made.
+    of_product = min(block, shape.hidden * shape.intermediate // mesh.tp.size)
+    return {
+        Moment.LOSS: 0,  # the head's gradient is in what the loss counts
+        Moment.HEAD: last, Moment.LAST_BLOCK: of_product, Moment.FIRST_BLOCK: of_product,
+        Moment.LAST_REDUCTION: block, Moment.FIRST_REDUCTION: block,
+        Moment.EMBEDDING: last if shape.tied else table, Moment.UPDATE: 0,
+    }[moment]  # fmt: skip
+
+
+def _copies(mesh: Mesh, work: Workload, *, receives: bool) -> int:
+    """Count the copies of a unit's gradients that its reduction takes: torch's, and those of the backend."""
+    copies = 1 + (mesh.shard.size == 1 < mesh.loss.size)  # a copy, into which torch divides
+    if work.device_type != "cpu":
+        return copies
+    if work.settings[CommConfig].distributed_backend == "smddp":
+        return max(copies, mesh.shard.size)  # in memory that all ranks of the host share
+    return copies + (receives and mesh.loss.size > 1)  # gloo's receive buffers
 
 
 def _reduced(shape: ModelShape, moment: Moment, *, last: int, block: int, total: int) -> int:

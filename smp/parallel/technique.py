@@ -27,8 +27,8 @@ class Setup:
 
     Attributes:
         mesh: laid out, which is enough for ``problems``, or joined.
-        settings: each technique reads its own section.
-        dtype: to compute in; None keeps the parameters' own.
+        settings: each technique reads its section.
+        dtype: to compute in; None keeps that of the parameters.
         device_type: ``cpu`` or ``cuda``; None where it is not known, as in a dry run.
     """
 
@@ -55,7 +55,7 @@ class Parameters(NamedTuple):
 
     Attributes:
         freezes: the model's others are not trained.
-        trained: the model's own that are trained though another technique freezes them.
+        trained: parameters of the model that are trained though another technique freezes them.
     """
 
     added: Sequence[AddedParameter] = ()

@@ -1,6 +1,6 @@
 """Rows of an embedding and of a head that are trained while the others are frozen, in place of the frozen ones.
 
-They are a parameter beside the weight, as in peft's ``TrainableTokensLayer``; a tied head has that of the embedding.
+They are a parameter besides the weight, as in peft's ``TrainableTokensLayer``; a tied head has that of the embedding.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def all_rows(model: nn.Module) -> list[TokenRows]:
 
 
 def train_rows_of_embedding(embedding: nn.Embedding, tokens: Sequence[int]) -> None:
-    """Let an embedding look up trained rows in place of its own; before it is split.
+    """Let an embedding look up trained rows in place of the weight's; before it is split.
 
     Args:
         embedding: has the parameter.
@@ -114,7 +114,7 @@ def _look_up(rows: TokenRows, forward: Callable[[torch.Tensor], torch.Tensor], i
 
 
 def train_rows_of_head(head: nn.Linear, tokens: Sequence[int], owner: nn.Module) -> None:
-    """Let a head multiply with trained rows in place of its own; before it is split.
+    """Let a head multiply with trained rows in place of the weight's; before it is split.
 
     Args:
         owner: has the parameter: the head, or the embedding that it is tied to.

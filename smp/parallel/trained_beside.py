@@ -1,4 +1,4 @@
-"""What is trained beside adapters: rows of the embedding and the head, and modules as they are; with peft's files."""
+"""What is trained besides adapters: rows of the embedding and the head, and modules as they are; with peft's files."""
 
 from __future__ import annotations
 

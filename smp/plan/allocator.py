@@ -1,8 +1,8 @@
 """torch's caching allocator, as far as the bytes of its segments go.
 
 Source: c10/cuda/CUDACachingAllocator.cpp: requests are rounded to 512 B; up to 1 MiB they come from segments of 2 MiB,
-below 10 MiB from segments of 20 MiB, larger ones from segments of their own rounded to 2 MiB; best fit within the pool
-of the stream; blocks are split and merged; nothing is given back.
+below 10 MiB from segments of 20 MiB, larger ones from separate segments rounded to 2 MiB; best fit within the pool
+of the stream; blocks are split and merged; no segment is freed.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Allocator:
 def reserved_bytes(step: Step, *, steps: int = 3, expandable: bool = False) -> int:
     """Return the bytes that the allocator has reserved after some steps.
 
-    What exists before the step is allocated once; the step's own changes are repeated.
+    What exists before the step is allocated once; the step's changes are repeated.
     """
     allocator = Allocator(expandable=expandable)
     live: dict[int, _Block] = {}
@@ -158,7 +158,7 @@ def reserved_bytes(step: Step, *, steps: int = 3, expandable: bool = False) -> i
         for _, number, delta in step.changes[step.initial if repetition else 0 :]:
             sizes[number] += delta
             before = live.pop(number, None)
-            if sizes[number] > 0:  # one that is resized is copied: both are there
+            if sizes[number] > 0:  # one that is resized is copied: both exist
                 live[number] = allocator.allocate(sizes[number], step.streams[number])
             if before is not None:
                 allocator.free(before)

@@ -121,7 +121,7 @@ def _mean_seconds(call: Callable[[], object], device: torch.device, seconds: flo
 
 
 def measure(device: torch.device, seconds: float) -> dict[str, float]:
-    """Return what this process reaches beside the others: TFLOP/s, TB/s, GB/s, and microseconds of an operation."""
+    """Return what this process reaches while the others run: TFLOP/s, TB/s, GB/s, and microseconds of an operation."""
     gpu = device.type == "cuda"
     side, found = (8192 if gpu else 768), dict[str, float]()
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):

@@ -189,7 +189,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     gather = links.send("all_gather", weight_bytes * (_block_weights(shape) / tp), "dp_shard", gathers * blocks)
     scatter = links.send("reduce_scatter", REDUCE_BYTES * reduced, "dp_shard", blocks)
     vocabulary = shape.hidden * shape.vocabulary / tp
-    # What nothing hides: the embedding's gather, the first block's, and the last reductions.
+    # What is not overlapped: the embedding's gather, the first block's, and the last reductions.
     ends = (1 + more) * links.send("all_gather", value * vocabulary, "dp_shard", (1 + more) * work.accumulation)
     ends += links.send("reduce_scatter", REDUCE_BYTES * outside, "dp_shard", work.accumulation)
     replicas = links.send("all_reduce", REDUCE_BYTES * own, "dp_replicate", 1)

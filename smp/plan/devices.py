@@ -1,14 +1,14 @@
 """Device specs: peaks and efficiencies from data sheets, and those that `smp plan --calibrate` has measured.
 
 Every row says which of the two it is, when it was made and on what. A data sheet's peaks are not reached; the
-efficiencies beside them are the share that published measurements reach, each with its source here:
+efficiencies with them are the share that published measurements reach, each with its source here:
 
 - products: 0.9 of the fastest product of any shape that was measured on the card: A100 271 of 312 TFLOP/s, H100 and
   H200 794 of 989, B200 1745 of 2250 (S. Bekman, Machine Learning Engineering, "Maximum Achievable FLOPS"). A step's
   own shapes are not the best ones, and cards that draw more power than they may in long products slow down.
 - attention: FlashAttention-2 with a causal mask, counted without the hidden half: A100 0.50 forward and 0.42 backward
   (arXiv:2307.08691, section 4.1), H100 and later 0.35 and 0.30 (arXiv:2407.08608: 35 % of an H100).
-- of a CPU nothing but its cores is known: 30 GFLOP/s, 6 GB/s of memory and 1 GB/s to other processes each.
+- of a CPU only its cores are known: 30 GFLOP/s, 6 GB/s of memory and 1 GB/s to other processes each.
 - memory 0.80 and links and networks 0.75: usual of STREAM-like kernels and of NCCL's large rings.
 - nothing was measured or compared of A10G, L4, L40S, the RTX cards and MI300X: their products are taken as B200's, and
   attention of NVIDIA's among them as A100's, whose kernels they run.
@@ -106,7 +106,7 @@ class DeviceRow:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether kernels and collectives run beside the host and each other."""
+        """Whether kernels and collectives overlap with the host and each other."""
         return self.capability is not None
 
     @property

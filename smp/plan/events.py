@@ -20,7 +20,7 @@ class StepPhase(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A storage: where it was first allocated, after how many others there, its category and stream."""
+    """A storage: where it was first allocated, after how many others at that point, its category and stream."""
 
     point: StepPhase
     rank: int

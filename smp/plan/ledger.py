@@ -1,4 +1,4 @@
-"""Ledger of plans: what was predicted beside what a run then measured, and a device's factor from many of them."""
+"""Ledger of plans: what was predicted and what a run then measured, and a device's factor from many of them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Account(NamedTuple):
 
     Attributes:
         peak: the moment of the highest sum.
-        own_peaks: each category's own highest bytes.
+        own_peaks: the highest bytes of each category.
         timeline: where, and bytes by category, thinned; the peak is in it.
     """
 
@@ -39,8 +39,8 @@ def account(step: Step, *, shared: int = 0, waiting: Mapping[str, int] | None = 
     """Add up a step.
 
     Args:
-        shared: bytes of memory that a host's ranks share for their collectives, which are there throughout.
-        waiting: bytes by category of batches that are there throughout, besides those traced.
+        shared: bytes of memory that a host's ranks share for their collectives, mapped throughout.
+        waiting: bytes by category of batches that exist throughout, besides those traced.
     """
     number = {category: index for index, category in enumerate(CATEGORIES)}
     kinds = [number[category] for category in step.categories]

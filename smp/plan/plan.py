@@ -1,6 +1,6 @@
 """The plan of one layout: the job's step is traced, written out to all blocks and added up.
 
-For a process of its own (:mod:`smp.plan.worker`), as what torch and transformers ask of values is replaced.
+For a separate process (:mod:`smp.plan.worker`), as what torch and transformers ask of values is replaced.
 """
 
 from __future__ import annotations
@@ -74,11 +74,14 @@ def plan_layout(argv: Sequence[str], *, nodes: int, local: int, row: DeviceRow, 
     )
 
 
-def plan_layouts(jobs: Sequence[Sequence[str]], **where: Any) -> list[LayoutPlan | UserError]:
+def plan_layouts(
+    jobs: Sequence[Sequence[str]], *, nodes: int, local: int, row: DeviceRow, exact: bool = False
+) -> list[LayoutPlan | UserError]:
     """Plan jobs, all at once, each in a fork of this process; see :func:`plan_layout`."""
     import torch._dynamo  # noqa: F401  here, as the first operation under a mode imports it in each fork
 
-    return in_children([functools.partial(plan_layout, argv, **where) for argv in jobs])
+    plan = functools.partial(plan_layout, nodes=nodes, local=local, row=row, exact=exact)
+    return in_children([functools.partial(plan, argv) for argv in jobs])
 
 
 class _Rank:
@@ -131,7 +134,7 @@ class _Rank:
 
     def _trace(self, blocks: int) -> Trace:
         job = _with_blocks(self.job, blocks)
-        # In a process of its own: torch keeps caches of meshes, whose groups end with the trace.
+        # In a forked process: torch keeps caches of meshes, whose groups end with the trace.
         return in_child(functools.partial(_traced, job, self.backend, self.row.capability if self.row.is_gpu else None))
 
     def _memory(self, trace: Trace, step: Step) -> RankMemory:

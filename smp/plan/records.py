@@ -35,7 +35,7 @@ class RankMemory:
     Attributes:
         rank: which was planned; of all distinct ranks the one that needs most.
         peak: the moment of the highest sum.
-        own_peaks: each category's own highest bytes.
+        own_peaks: the highest bytes of each category.
         reserved: bytes of the caching allocator's segments; None on a CPU.
         outside: bytes outside the allocator: context and communicators; on a CPU the process without a model,
             and at most what ``heap`` says.

@@ -27,7 +27,8 @@ from smp.plan.closed_time import estimate, step_time
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes
 from smp.plan.devices import DeviceRow
 from smp.plan.layouts import Layout, layouts
-from smp.plan.records import TOP, LayoutPlan, Moment, RankMemory, parse_count
+from smp.plan.question import Question
+from smp.plan.records import LayoutPlan, Moment, RankMemory, parse_count
 from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.search import Found, instructive, search
 from smp.plan.tables import argv_of, title_of
@@ -128,38 +129,30 @@ def read_request(
 
 
 def find(
-    argv: list[str], row: DeviceRow, planner: Planner, *, nodes: int, local: int, global_tokens: str | None = None,
-    **how: Any,
-) -> tuple[Request, Found]:  # fmt: skip
-    """Read a request and answer it; see :func:`read_request` and :func:`answer`."""
-    request = read_request(argv, row, nodes=nodes, local=local, global_tokens=global_tokens)
-    return request, answer(request, planner, **how)
-
-
-def answer(
-    request: Request,
-    planner: Planner,
-    *,
-    top: int = TOP,
-    searches: bool = True,
-    exact: bool = False,
-    together: int = 1,
-    tell: Callable[[str], None] = lambda text: None,
-) -> Found:
-    """Search the layouts of a request, or plan the one that is given.
+    question: Question, planner: Planner, *, together: int = 1, tell: Callable[[str], None] = lambda text: None
+) -> tuple[Request, Found]:
+    """Read a request, and search its layouts or plan the one that is given.
 
     Args:
-        top: layouts that fit to look for.
-        exact: trace all blocks of the best one, and its last rank, too.
         together: layouts that are planned at once.
         tell: called with each layout that is about to be traced.
 
     Raises:
         UserError: no layout is legal, or none can be planned.
     """
+    request = read_request(
+        question.argv, question.row, nodes=question.nodes, local=question.local, global_tokens=question.global_tokens
+    )
+    return request, _answer(request, question, planner, together=together, tell=tell)
+
+
+def _answer(
+    request: Request, question: Question, planner: Planner, *, together: int, tell: Callable[[str], None]
+) -> Found:
+    exact = question.exact
     candidates = [
         estimate(request.shape, layout, request.row, local=request.local)
-        for layout in request.layouts(fixed=not searches)
+        for layout in request.layouts(fixed=not question.searches)
     ]
     if not candidates:
         degree, family = request.settings["tensor_parallel_degree"], request.model.family
@@ -182,7 +175,7 @@ def answer(
         ]
 
     first = functools.partial(trace, exactly=exact and len(candidates) == 1)
-    found = search(candidates, request.limit, first, top=top, together=together)
+    found = search(candidates, request.limit, first, top=question.top, together=together)
     if not found.plans and found.nearest is None:
         raise UserError(found.refused[0].reason)
     if exact and len(candidates) > 1 and found.plans:
@@ -201,13 +194,14 @@ def _decided(layout: Layout, plan: LayoutPlan) -> Layout:
     return dataclasses.replace(layout, work=layout.work.changed(**values))
 
 
-def closed_plans(jobs: Sequence[list[str]], **where: Any) -> list[LayoutPlan | UserError]:
-    """Plan jobs by the closed form alone, for machines that cannot trace."""
-    return [closed_plan(argv, **where) for argv in jobs]
+def closed_plans(
+    jobs: Sequence[list[str]], *, nodes: int, local: int, row: DeviceRow, exact: bool = False
+) -> list[LayoutPlan | UserError]:
+    """Plan jobs by the closed form alone, for machines that cannot trace; ``exact`` changes nothing."""
+    return [_closed_plan(argv, nodes=nodes, local=local, row=row) for argv in jobs]
 
 
-def closed_plan(argv: list[str], *, nodes: int, local: int, row: DeviceRow, exact: bool = False) -> LayoutPlan:
-    """Plan one layout by the closed form."""
+def _closed_plan(argv: list[str], *, nodes: int, local: int, row: DeviceRow) -> LayoutPlan:
     request = read_request(argv, row, nodes=nodes, local=local)
     (layout,) = request.layouts(fixed=True)
     mesh, work = layout.mesh, layout.work
@@ -238,7 +232,7 @@ def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
 
 
 def packing(request: Request) -> Iterator[str]:
-    """Yield what the job's start says of the conversations that are given: how full sequences are, and what is trained.
+    """Yield the packing summary of the training conversations.
 
     They are read, and converted into the job's token cache.
     """

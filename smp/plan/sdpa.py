@@ -1,4 +1,4 @@
-"""The attention kernel that torch chooses on a GPU, called by its own operation: a CPU build has no such choice."""
+"""The attention kernel that torch chooses on a GPU, called by its operation: a CPU build has no such choice."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def attend(
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Return a boolean mask as torch's kernels take it, in a tensor of its own."""
+    """Return a boolean mask as torch's kernels take it, in a new tensor."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import Any, cast
 
 import torch
@@ -102,7 +101,7 @@ class StepTrace(MemoryProfile):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what reads values, and count what kernels allocate inside."""
         if func is aten._local_scalar_dense.default:
-            return self._number(args[0].dtype)
+            return 1.0 if args[0].dtype.is_floating_point else 1  # masks have no padding, counts are above 0
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -127,12 +126,6 @@ class StepTrace(MemoryProfile):
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) or tensor.is_meta else self._fake.from_tensor(tensor)
 
-    def _number(self, dtype: torch.dtype) -> float | bool:
-        """Return what is read from a fake tensor: masks have no padding, counts are above 0, no rank raises a flag."""
-        if dtype is torch.bool:
-            return True
-        return 1.0 if dtype.is_floating_point else 0 if _caller().startswith("smp.faults.") else 1
-
     # --- collectives
 
     def _collective(self, name: str, args: Any) -> None:
@@ -152,14 +145,3 @@ class StepTrace(MemoryProfile):
                 with contextlib.suppress(RuntimeError, KeyError, ValueError, TypeError):
                     return dist.distributed_c10d._resolve_process_group(cast(Any, each))
         return None
-
-
-def _caller() -> str:
-    """Return the module of the innermost call on the stack of smp, without ``smp.plan``, or transformers."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(("smp.", "transformers.")) and not module.startswith("smp.plan."):
-            return module
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

@@ -1,6 +1,6 @@
 """One training step of a rank, run on fake tensors.
 
-The job's own code runs: ``apply_techniques``, ``build_optimizer`` and ``train_step``, under the memory profile that a
+The job's code runs: ``apply_techniques``, ``build_optimizer`` and ``train_step``, under the memory profile that a
 real run uses. The account therefore is a real run's, to the byte, as far as operations show what they allocate.
 """
 
@@ -57,7 +57,7 @@ class _Follower:
         self.trace.point = StepPhase(max(self._microbatch, 0), phase, block, part)
 
     def enter(self, phase: str) -> None:
-        """Follow ``train_step``'s own marks."""
+        """Follow the marks of ``train_step``."""
         if phase == "forward":
             self._microbatch += 1
             self._go(self._first, None, "embedding")
@@ -142,8 +142,10 @@ def _faked(part: Microbatch, mode: FakeTensorMode) -> Microbatch:
     return cast(Microbatch, found)
 
 
-def _told(objective: TokenLoss, parts: Sequence[Microbatch], trace: StepTrace, mode: FakeTensorMode) -> TokenLoss:
-    """Let an objective have a rank's parts of micro-batches, which follow from values, as made before."""
+def _replay_parts(
+    objective: TokenLoss, parts: Sequence[Microbatch], trace: StepTrace, mode: FakeTensorMode
+) -> TokenLoss:
+    """Serve precomputed micro-batch parts, in order: fake tensors have no values to cut by."""
     left = iter([_faked(part, mode) for part in parts])
 
     def own_part(microbatch: Microbatch) -> Microbatch:
@@ -213,7 +215,8 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
     """
     setup, resolved = dataclasses.replace(job.setup, mesh=job.mesh.join(job.device.type)), job.model
     build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
-    model, device, mode = build_on_meta(build), torch.device(job.device.type), world.fake_mode()
+    table, model = job.table, build_on_meta(build)  # with values, where code computes with them: before the mode
+    device, mode = torch.device(job.device.type), world.fake_mode()
     _replace_buffers(model, mode.from_tensor)  # fully_shard moves them to the device
     with mode:
         apply_techniques(model, setup)
@@ -225,11 +228,11 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
         materialize_(model, torch.device("cpu") if cpu_offload else device)
         _replace_buffers(model, lambda buffer: buffer.to(device))
         model.train()
-        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr, table=job.table)
+        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr, table=table)
         _allocate_state(optimizer)
         batch = StepBatch([_faked(each, mode) for each in real.microbatches], mode.from_tensor(real.sample_ids))
         trace = StepTrace(model, optimizer, device, mode, capability)
-        objective = _told(loss_of(setup), parts, trace, mode)
+        objective = _replay_parts(loss_of(setup), parts, trace, mode)
         world.connect(_everyone(setup.mesh))  # over it all ranks agree at every step
         owners = _owners(model, optimizer, blocks, trace)
         beside = config.preference.dpo and not config.preference.keeps_reference(config.lora)

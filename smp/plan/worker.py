@@ -22,6 +22,7 @@ from smp.plan.shim import build_shim, python_with
 from smp.processes import end_with_parent
 
 if TYPE_CHECKING:
+    from smp.plan.question import Question
     from smp.plan.request import Request
     from smp.plan.search import Found
 
@@ -34,7 +35,7 @@ _OF_ANSWERS = ("smp.plan.request", "transformers.configuration_utils")
 
 @contextlib.contextmanager
 def worker(row: DeviceRow) -> Iterator[Callable[..., Any]]:
-    """Start a process that plans for a device; yields a function that calls one of :func:`serve`'s there, by name.
+    """Start a process that plans for a device; yields a function that calls one of :func:`serve`'s in it, by name.
 
     It ends with the ``with`` block. The function raises UserError where the called one does or the process has ended.
 
@@ -88,7 +89,7 @@ def _begin() -> None:
     end_with_parent()
 
 
-def find(argv: list[str], row: DeviceRow, *, searches: bool = True, **question: Any) -> tuple[Request, Found]:
+def find(question: Question) -> tuple[Request, Found]:
     """Answer a request by traces; see :func:`smp.plan.request.find`. A terminal shows which layouts are traced."""
     from smp.plan.plan import plan_layouts
     from smp.plan.request import find
@@ -103,7 +104,7 @@ def find(argv: list[str], row: DeviceRow, *, searches: bool = True, **question: 
             print(f"{CLEAR}{f'planning layout {count}: {text}'[:width]}", end="", file=sys.stderr, flush=True)
 
     together = min(available_cores(), _AT_ONCE)
-    return find(argv, row, plan_layouts, searches=searches, together=together, tell=tell, **question)
+    return find(question, plan_layouts, together=together, tell=tell)
 
 
 def serve() -> None:

@@ -1,4 +1,4 @@
-"""The page: its sections put into the template, with a policy that lets nothing run or load."""
+"""The page: its sections put into the template, with a policy that forbids scripts and loads."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunFiles], Html]], ...] = (
 
 
 def render(run: RunFiles, *, now: datetime.datetime) -> str:
-    """Return the page of a run, one HTML document that needs nothing else.
+    """Return the page of a run, one self-contained HTML document.
 
     Args:
-        now: the time that the page gives as its own.
+        now: the time that the page gives.
     """
     kind, word, sentence = summary.state(run)
     links = join(Html(f'<a href="#{key}">{text(title)}</a>') for title, key, _ in SECTIONS)

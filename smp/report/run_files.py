@@ -1,6 +1,6 @@
-"""The files of a run directory, as far as they are there: of a run that goes on, was killed, or was changed by others.
+"""The files of a run directory, as far as they exist: of a run that goes on, was killed, or was changed by others.
 
-Whatever a file holds, reading it raises nothing: lines that cannot be read are counted.
+Whatever a file holds, reading it does not raise: lines that cannot be read are counted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def read_run(path: Path) -> RunFiles:
     """Read a run directory.
 
     Raises:
-        UserError: it is none, or nothing of a run is in it.
+        UserError: it is none, or has no file of a run.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"

@@ -102,7 +102,7 @@ def _size(size: float | None) -> str:
 
 
 def checkpoints(run: RunFiles) -> Html:
-    """Return the checkpoints that are there: step, size, time, validation loss, and their state."""
+    """Return the checkpoints that exist: step, size, time, validation loss, and their state."""
     if not run.checkpoints:
         return _none("No checkpoint is here.")
     rated = [(loss, -saved.step) for saved in run.checkpoints if (loss := _val_loss(saved)) is not None]

@@ -85,7 +85,7 @@ def run(job: CheckedJob, guard: Guard) -> int:
             for storage in job.storages:
                 storage.require_shared(job.model.name)
         saver.open_mirrors()
-        # Nothing could be refused any more: from here on files are written.
+        # All refusals are made: from here on files are written.
         metrics = together(lambda: begin_files(job, start))
         memory.connect(metrics.writers.scalars)
         planned = Planned(job, start.progress.step, predicted)

@@ -87,7 +87,7 @@ def check_job(config: TrainConfig, launch: Launch) -> CheckedJob:
 
 
 def problems_of_rest(error: ArgumentsError, launch: Launch) -> list[str]:
-    """Return the problems that the flags have beside those of ``error``; no data is opened.
+    """Return the problems that the flags have besides those of ``error``; no data is opened.
 
     Where the model or the machines are not known, what would follow from others is not looked for.
     """
@@ -141,7 +141,7 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
 def make_job(
     config: TrainConfig, launch: Launch, device: torch.device, model: ResolvedModel, problems: Problems
 ) -> Job:
-    """Find the layout, which nothing of the rest can do without.
+    """Find the layout, which all else needs.
 
     Args:
         problems: of the rest so far; those found here are added.

@@ -20,7 +20,7 @@ class Curves:
     """Draws a run's curves now and then.
 
     Args:
-        run_dir: with ``metrics.jsonl``; ``curves.png`` goes there.
+        run_dir: with ``metrics.jsonl``; ``curves.png`` is written to it.
     """
 
     def __init__(self, run_dir: Path):

@@ -42,7 +42,7 @@ logger = get_logger("train")
 def evaluate(job: CheckedJob, guard: Guard) -> int:
     """Print the validation loss of the model, or of the checkpoint that is named; returns the exit status.
 
-    A run that goes on in the same directory is not disturbed: nothing there is locked or changed.
+    A run that goes on in the same directory is not disturbed: its files are neither locked nor changed.
     """
     config, launch = job.config, job.launch
     guard.stop.__exit__()  # there is nothing to save: a signal ends the process at once

@@ -84,7 +84,7 @@ def _line_begun() -> Iterator[None]:
 
 
 def print_problems(error: UserError) -> None:
-    """Print every problem on a line of its own."""
+    """Print every problem on a line."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     for problem in problems:
         print(redact(f"error: {problem}"), file=sys.stderr)

@@ -36,7 +36,7 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
 
     6 for each weight of a linear layer, which includes the output head (tied or not) and leaves out the embedding, a
     look-up; and for attention 12 x layers x query heads x head width x sequence length. Of a frozen model 4 for each
-    weight, which has no gradient, and 6 for each that is trained beside it.
+    weight, which has no gradient, and 6 for each trained one.
 
     Args:
         sequence_length: tokens that attend to each other.

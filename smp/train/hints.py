@@ -29,7 +29,7 @@ def next_commands(
     is_chat: bool = False,
     has_adapters: bool = False,
 ) -> Iterator[str]:
-    """Yield the lines: where the curves are, how to train on, how to export, how to finetune; only what is there.
+    """Yield the lines: where the curves are, how to train on, how to export, how to finetune; only what exists.
 
     Args:
         final: the exported model.

@@ -80,7 +80,7 @@ class MetricsLogger:
     """Reports a run on rank 0.
 
     Args:
-        run_dir: the run directory; ``metrics.jsonl`` and ``tensorboard/`` go there.
+        run_dir: the run directory; ``metrics.jsonl`` and ``tensorboard/`` are written to it.
         flops_per_token: model FLOPs of one token, forward and backward (``smp.train.flops``).
         sequence_length: tokens of a sample that are computed, with padding and those without a label.
         peak_flops: FLOP/s one device can do in the format computed in; None, where it is unknown, makes ``mfu`` null.
@@ -162,7 +162,7 @@ class MetricsLogger:
             step_time_s: mean seconds per step since the last call, without validation and checkpoints.
             memory: what ``smp.memory.tracker.memory_stats`` returns.
             phase_s: seconds of this process in each phase since the last call, validation and checkpoints included.
-            more: means of the loss's own metrics over the step's global batch.
+            more: means of the loss's metrics over the step's global batch.
         """
         steps = step - self._step
         seconds = steps * step_time_s
@@ -247,7 +247,7 @@ class MetricsLogger:
         """Report a validation after ``step`` updates.
 
         Args:
-            loss: mean over the valid tokens, with a perplexity, or over what the loss's own metrics are means over.
+            loss: mean over the valid tokens, with a perplexity, or over what the loss's metrics are means over.
             more: these.
         """
         self._write({"step": step, **validation_record(loss, more)})
@@ -355,7 +355,7 @@ def perplexity(loss: float) -> float:
 
 
 def validation_record(loss: float, more: Mapping[str, float]) -> dict[str, float]:
-    """Return the keys of a validation: its loss with the perplexity, or with the loss's own metrics."""
+    """Return the keys of a validation: its loss with the perplexity, or with the loss's metrics."""
     others = {f"val_{name}": value for name, value in more.items()}
     return {"val_loss": loss, **(others or {"val_ppl": perplexity(loss)})}
 

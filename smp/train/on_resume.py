@@ -1,4 +1,4 @@
-"""What a resume does with each setting: take the checkpoint's, compare what it makes, warn of a change, or nothing."""
+"""What a resume does with each setting: take the checkpoint's, compare what it makes, warn of a change, or none."""
 
 from __future__ import annotations
 

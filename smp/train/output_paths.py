@@ -66,7 +66,7 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
             f"--output_dir {config.run.output_dir} is a URL, and metrics and logs are written to a directory: give a "
             f"local one, and the URL as --checkpoint_dir or --model_dir"
         )
-    if config.data.evaluate_only or is_elsewhere(config):  # nothing is written, or by other machines
+    if config.data.evaluate_only or is_elsewhere(config):  # no file is written, or by other machines
         return
     model_dir = config.checkpoint.model_dir
     final = [model_dir] if model_dir and not is_url(model_dir) else []

@@ -1,6 +1,6 @@
 """What is predicted of a run: the report of ``--dry_run 1``, and ``--plan 1``.
 
-That is a run's own plan, made before it starts by another process, and how wrong it was.
+That is a run's plan, made by another process before it starts, and how wrong it was.
 
 Nothing of the run depends on it: the planner draws no random numbers here, and what is measured is read.
 """
@@ -116,7 +116,7 @@ def _environment() -> dict[str, str]:
 
 
 def predict(job: Job, *, seconds: float = SECONDS) -> dict[str, Any] | None:
-    """Return the plan of a job, by a process of its own; None, with a line in the log, where there is none in time."""
+    """Return the plan of a job, by another process; None, with a line in the log, where there is none in time."""
     if not _even(job):
         return None
     seconds = min(seconds, job.config.comm.distributed_timeout / 2)  # the other ranks wait for this one
@@ -147,7 +147,7 @@ def predict(job: Job, *, seconds: float = SECONDS) -> dict[str, Any] | None:
 
 
 class Planned:
-    """A run's plan, and what is measured beside it; without a plan every method does nothing.
+    """A run's plan, and what is measured to compare; without a plan every method does nothing.
 
     Args:
         first: updates done before this start.

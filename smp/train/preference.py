@@ -55,7 +55,7 @@ class Config(Section):
         return found
 
     def keeps_reference(self, adapters: lora.Config) -> bool:
-        """Return whether the reference cannot be computed beside the policy, by leaving its adapters out."""
+        """Return whether the reference cannot be computed from the policy, by leaving its adapters out."""
         return self.dpo and (
             not adapters.lora_rank or adapters.adapter_path is not None or bool(adapters.lora_modules_to_save)
         )

@@ -50,7 +50,7 @@ def _refusal(job: CheckedJob, start: Candidate, what: str) -> UserError:
 
 
 def _keeps_reference(job: CheckedJob, start: Candidate) -> bool:
-    """Tell whether there are references beside the model, and not the policy without its adapters."""
+    """Tell whether there are references in addition to the model, and not the policy without its adapters."""
     preference = job.config.preference
     if preference.keeps_reference(job.settings[lora.Config]):
         return True

@@ -1,4 +1,4 @@
-"""Reports of a run beside its metrics: the start, the settings, the curves, memory and the next commands."""
+"""Reports of a run besides its metrics: the start, the settings, the curves, memory and the next commands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from smp.units import short
 
 logger = get_logger("train")
 
-# The first update allocates the optimizer's state; from the second step on it is there at the peak.
+# The first update allocates the optimizer's state; from the second step on it is part of the peak.
 PROFILED_STEPS = 2
 
 
@@ -122,7 +122,7 @@ def log_collectives(*, on_console: bool) -> None:
     """Log the ``smddp`` backend's collectives and, where it delegated some to another backend, why.
 
     Args:
-        on_console: beside the log file.
+        on_console: in addition to the log file.
     """
     if report := comm.report():
         logger.info("Collectives of this rank:\n%s", report, extra=None if on_console else FILE_ONLY)

@@ -32,7 +32,7 @@ class TokenLoss:
     """The loss of each valid token, of which the mean over the global batch is minimised.
 
     Attributes:
-        metrics: names of what is logged beside the loss, means over the same.
+        metrics: names of what is logged besides the loss, means over the same.
     """
 
     metrics: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Writers of curves beside ``metrics.jsonl``: TensorBoard, and the trackers that ``accelerate`` knows."""
+"""Writers of curves in addition to ``metrics.jsonl``: TensorBoard, and the trackers that ``accelerate`` knows."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Writers:
 
 
 class Trackers:
-    """Experiment trackers, each with a thread of its own: its network never stalls or ends training.
+    """Experiment trackers, each with a thread: its network never stalls or ends training.
 
     A context manager: trackers begin on entering and are finished on leaving, also by an error.
 

@@ -74,13 +74,6 @@ def is_cuda(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
 
 
-def _number(dtype: torch.dtype, place: str) -> float | bool:
-    """Return what is read from a fake tensor: no rank raises a flag, any other number is 1."""
-    if place.startswith("smp/faults/") and not dtype.is_floating_point:
-        return 0
-    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-
-
 class Audit(TorchDispatchMode):
     """Count what a step does.
 
@@ -138,10 +131,9 @@ class Audit(TorchDispatchMode):
                     return func(*args, **kwargs)
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         if name == "aten._local_scalar_dense.default":
-            place = where()
             if args[0].device.type == "cuda":
-                self.syncs[f"read a number @ {place}"] += 1
-            return _number(args[0].dtype, place)
+                self.syncs[f"read a number @ {where()}"] += 1
+            return 1.0 if args[0].dtype.is_floating_point else 1
         if name == "aten._to_copy.default" and kwargs.get("device") is not None:
             self._copy(args[0], torch.device(kwargs["device"]), bool(kwargs.get("non_blocking")))
         elif name == "aten.copy_.default":

@@ -56,7 +56,7 @@ class EnoughError(Exception):
 
 
 def _let_run_pass(mode: FakeTensorMode) -> None:
-    """Replace what asks the other ranks, of which there are none, and what draws values."""
+    """Replace what asks the other ranks, of which there are none, and what draws values; no rank raises a flag."""
     from smp.checkpoint import saver
     from smp.faults.guard import Guard
     from smp.parallel import parallelize
@@ -76,6 +76,14 @@ def _let_run_pass(mode: FakeTensorMode) -> None:
 
         return build
 
+    def unraised(ask: Any) -> Any:
+        def begin(guard: Any, **flags: bool) -> Any:
+            counts = ask(guard, **flags)
+            return lambda: dict.fromkeys(counts(), 0)  # read as in a run; a fake tensor has no values
+
+        return begin
+
+    _replace(Guard, "ask", unraised)
     _replace(parallelize, "build_on_meta", with_fake_buffers)
     parallelize.initialize_ = lambda model, rules, *, seed: None
     parallelize.init_rules = lambda hf_config, *, seed: None

@@ -224,6 +224,14 @@ def test_on_a_hugging_face_model(name):
         assert model(input_ids=ids, labels=labels).loss.item() == pytest.approx(expected.loss.item())
 
 
+def test_a_deep_copy_computes_with_its_own_weights():
+    model = chunk_loss(build_reference("llama_gqa", torch.float32))
+    copied = copy.deepcopy(model)
+    ids, labels = global_batch(0)
+    copied(input_ids=ids, labels=labels).loss.backward()
+    assert all(p.grad is None for p in model.parameters()) and all(p.grad is not None for p in copied.parameters())
+
+
 def test_a_vocabulary_of_128k():
     """All gradients together: those that are small sums of much differ by more, and as much from fp64's."""
     config = tiny_config("llama_tied")

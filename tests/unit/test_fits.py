@@ -15,6 +15,7 @@ from smp.memory.shape import model_shape
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.plan import request
 from smp.plan.closed_time import estimate
+from smp.plan.question import Question
 from smp.runtime import Launch
 from smp.train import checked_job
 from smp.train.arguments import parse_args
@@ -51,7 +52,8 @@ def answers(words, row, resolved, monkeypatch):
     asked_for = request.read_request(words, row, nodes=1, local=8)
     (layout,) = asked_for.layouts()
     found["search"] = estimate(asked_for.shape, layout, row, local=8).memory <= limit
-    found["plan"] = bool(request.answer(asked_for, request.closed_plans).plans)
+    _, answered = request.find(Question(words, row, nodes=1, local=8), request.closed_plans)
+    found["plan"] = bool(answered.plans)
     monkeypatch.setattr(smp.cli.plan, "find", functools.partial(request.find, planner=request.closed_plans))
     try:
         smp.cli.plan.best(words, row, nodes=1, local=8)

@@ -34,7 +34,8 @@ from smp.optim.optimizers import build_optimizer
 from smp.parallel.loss import cost
 from smp.parallel.parallelize import parallelize
 from smp.parallel.tensor import group as tp_group
-from smp.plan.step_profile import _caller
+from smp.plan import world
+from smp.plan.step_profile import StepTrace
 from smp.runtime import release_cache
 from smp.train import checked_job
 from smp.train.logging_config import LoggingConfig
@@ -236,17 +237,23 @@ def copies() -> None:
 
 
 @pytest.mark.parametrize("path", ["/x/smp/loss.py", "/x/smp/.venv/torch/optim/adam.py", "/transformers/x.py"])
-def test_code_is_known_by_its_module_and_not_by_parts_of_its_path(path):
-    """Of the innermost call of smp or transformers, or of an allocation site, whatever the folders are called."""
+def test_allocation_sites_are_known_by_their_module_and_not_by_parts_of_its_path(path):
+    """Of the innermost one on the stack, whatever the folders are called."""
     code = compile("def called(ask): return ask()", path, "exec")
     found = {}
-    for module in ("elsewhere", "smp.faults.agreement", "transformers.generation", "smp.plan.trace", "smp.loss"):
+    for module in ("elsewhere", "smp.faults.agreement", "smp.loss"):
         exec(code, namespace := {"__name__": module})
-        found[module] = namespace["called"](asked_by), namespace["called"](lambda: _caller())
-    assert found == {
-        "elsewhere": (None, ""), "smp.faults.agreement": (None, "smp.faults.agreement"), "smp.plan.trace": (None, ""),
-        "transformers.generation": (None, "transformers.generation"), "smp.loss": (LOGITS, "smp.loss"),
-    }  # fmt: skip
+        found[module] = namespace["called"](asked_by)
+    assert found == {"elsewhere": None, "smp.faults.agreement": None, "smp.loss": LOGITS}
+
+
+@pytest.mark.parametrize("module", ["elsewhere", "smp.train.step", "smp.faults.agreement", "transformers.generation"])
+def test_what_a_plan_reads_of_fake_tensors_does_not_depend_on_who_reads(module):
+    exec("def read(tensor): return tensor.item()", namespace := {"__name__": module})
+    with (mode := world.fake_mode()):
+        tensors = [torch.zeros((), dtype=dtype) for dtype in (torch.int64, torch.bool, torch.float32)]
+        with StepTrace(torch.nn.Linear(1, 1), None, torch.device("meta"), mode):
+            assert [namespace["read"](each) for each in tensors] == [1, True, 1.0]
 
 
 @pytest.mark.parametrize("module", _SITES)

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 import train_lib
+from smp import api
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import read_manifest
 from smp.cli.export import parameters_of
-from smp.config import LossConfig, Settings, setting
+from smp.config import LossConfig, ParallelConfig, Settings, setting
 from smp.errors import ConfigError, UserError
 from smp.loss import shift_labels
 from smp.memory.estimate import estimate_memory
@@ -138,6 +139,18 @@ def test_it_is_applied_in_its_place(monkeypatch, place, sharded):
     with one_process([]) as built:
         assert seen == [(place > 2, sharded)]
         assert [block.ballast.numel() for block in built.model.model.layers] == [64, 64]
+
+
+def test_a_script_splits_in_the_order_of_the_techniques(monkeypatch):
+    applied = []
+    monkeypatch.setattr(api.context, "apply", lambda model, setup: applied.append(api.context))
+    monkeypatch.setattr(api, "split_model", lambda *args, **kwargs: applied.append(parallelize.tensor))
+    monkeypatch.setattr(api, "compare_batches", lambda model, mesh: None)
+    mesh = lay_out(shard=2, cp=2, tp=2)
+    monkeypatch.setattr(type(mesh), "device_type", "cpu")
+    current = api._Initialized(mesh, ParallelConfig(), object(), {}, None)
+    api._split(build_reference("llama_gqa", torch.float32), current)
+    assert len(applied) == 2 and applied == [each for each in parallelize.TECHNIQUES if each in applied]
 
 
 def test_settings_that_are_not_given_have_their_defaults():

@@ -267,7 +267,7 @@ def _to_tokens(full: torch.Tensor, heads: list[int], attention: Attention) -> li
 
 
 def copies_of_heads(heads: int, ranks: int) -> int:
-    """Return how often each key and value head is there under all_to_all, so that every rank gets as many."""
+    """Return how often each key and value head is repeated under all_to_all, so that every rank gets as many."""
     return math.lcm(heads, ranks) // heads
 
 

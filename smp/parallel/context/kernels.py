@@ -156,7 +156,7 @@ def _attend_on_cpu(found: Attended, query: torch.Tensor, key_value: torch.Tensor
             piece.kind == "causal", **_options(piece, query.dtype, scale),
         )  # fmt: skip
         out, sums = (_at(tensor, rows, piece.queries) for tensor in (found.out, found.lse))
-        if piece.kind == "causal":  # a query's own key comes first
+        if piece.kind == "causal":  # the key of the query's token comes first
             out.copy_(part)
             sums.copy_(lse)
         else:
@@ -220,7 +220,7 @@ def _packed(
         met[queries_from] += 1
         count, others = (last - first for first, last in (span.queries, span.keys))
         aligned = others - count  # where the kernel puts the first query
-        # A document of one token is causal, as the longer ones beside it.
+        # A document of one token is causal, as the longer ones in the batch.
         right = span.shift - aligned if others - 1 > span.shift or span.shift == aligned else None
         cut = window is not None and count + span.shift > window
         left = window - 1 - span.shift + aligned if cut and window is not None else None
@@ -241,7 +241,7 @@ def _pack(members: list[tuple[Range, Range]], left: int | None, right: int | Non
         bounds.append(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int())
         longest.append(max(lengths))
     queries, keys, query_bounds, key_bounds = (to_device(each, device) for each in (*positions, *bounds))
-    # Beside a bound on one side, the kernel takes none on the other for one of the longest keys: too few for the first
+    # With a bound on one side, the kernel takes none on the other for one of the longest keys: too few for the first
     # of more queries than keys.
     return _Packed(queries, keys, query_bounds, key_bounds, longest[0], max(longest), left, right)
 

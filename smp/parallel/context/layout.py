@@ -93,7 +93,7 @@ def find_spans(
 ) -> tuple[Span, ...]:
     """Return what the queries of some columns see of the keys of some columns: earlier tokens of their document.
 
-    Later keys come first, so that of a query's own key before others.
+    Later keys come first, so that of the query's token before others.
 
     Args:
         queries, keys: ranges of columns.
@@ -133,7 +133,7 @@ class Piece(NamedTuple):
 
 
 def pieces(span: Span, window: int | None) -> Iterator[Piece]:
-    """Cut a span into pieces in which every query sees a key; that of the queries' own keys comes first."""
+    """Cut a span into pieces in which every query sees a key; that of the queries' tokens comes first."""
     count = span.queries[1] - span.queries[0]
     if window is None or count + span.shift <= window:
         yield from _cut(span, None)

@@ -42,11 +42,15 @@ class _Entry:
         self.saved = 0  # times that autograd has saved it, and so will unpack it
         self._loading: Callable[[], torch.Tensor] | None = None
         self._loaded: torch.Tensor | None = None
+        # Of `stored` alone: a callback that references the entry would keep it alive. Autograd drops entries that no
+        # backward has unpacked, too, after a forward that raised, and those must not keep the store's memory.
         weakref.finalize(self, stored.free)
 
     def fetch(self) -> None:
         """Start the transfer to the device, unless it was started."""
         if self._loading is None and self._loaded is None:
+            # Before `load`, from which the host store has the version of the tensor that it returns: a change in place
+            # of the original would go unnoticed.
             self.settle()
             self._loading = self.stored.load()
 
@@ -64,6 +68,8 @@ class _Entry:
             loading, self._loading = self._loading, None
             self._loaded = loading()  # type: ignore[misc]
             self._references = self.saved
+        # Of a graph that is retained, autograd keeps the entry, and `_loaded` would keep the tensor on the device: a
+        # second backward loads it once more.
         tensor, self._references = self._loaded, self._references - 1
         if not self._references:
             self._loaded = None
@@ -83,12 +89,14 @@ class _Group:
 
     def __init__(self, run: _Run, index: int):
         self.run, self.index, self._fetched = run, index, False
+        # Weak: autograd alone decides how long a saved tensor is needed.
         self._entries: weakref.WeakValueDictionary[tuple[Any, ...], _Entry] = weakref.WeakValueDictionary()
 
     def put(self, tensor: torch.Tensor, store: Store) -> _Entry:
         """Offload a tensor, once for all times that it is saved."""
         origin = StorageWeakRef(tensor.untyped_storage())
         view = (tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        # By version: storage that a block has changed in place between two saves contains two values.
         key = (origin.cdata, *view, tensor._version)
         entry = self._entries.get(key)
         if entry is None or entry.origin.expired():
@@ -119,6 +127,7 @@ class _Run:
 
     def reached(self, index: int) -> None:
         """Prefetch the blocks before this one, which backward has reached."""
+        # In the order of use: a store returns tensors one after the other, on one stream or by one thread.
         for ahead in range(index, max(-1, index - self.horizon - 1), -1):
             group = self.groups.get(ahead, lambda: None)()
             if group is not None:
@@ -138,23 +147,27 @@ class _Offloader:
         def offloaded(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            # Backward asks the run that its closures have, not the latest: of two forwards before a backward, each
+            # prefetches its tensors.
             if index == 0:
                 self.run = _Run(self.horizon)
             run = self.run
             if index >= len(self.blocks) - self.horizon:
                 with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(run, index, tensor), _unpack):
                     return forward(*args, **kwargs)
+            # Structural, not bookkeeping: a transfer references its tensor until it is settled. Without this line all
+            # blocks' activations would stay on the device until backward.
             if (leaving := run.groups.get(index - _LEAVING_BLOCKS, lambda: None)()) is not None:
                 leaving.settle()
             group = _Group(run, index)
-            run.groups[index] = weakref.ref(group)
+            run.groups[index] = weakref.ref(group)  # which references the run: no cycle for the garbage collector
             kept = self._kept(block, args, kwargs)
 
             def pack(tensor: torch.Tensor) -> Any:
                 plain = type(tensor) in (torch.Tensor, FakeTensor) and tensor.device.type != "meta"
                 if not plain or tensor.nbytes < self.minimum or tensor.untyped_storage()._cdata in kept:
                     return tensor
-                return group.put(tensor.detach(), self.store)
+                return group.put(tensor.detach(), self.store)  # a transfer must not reference the graph
 
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 return forward(*args, **kwargs)
@@ -184,6 +197,7 @@ def _unpack(saved: Any) -> torch.Tensor:
         saved.run.reached(saved.block)
         return saved.tensor
     if isinstance(saved, _Entry):
+        # First all prefetches, as `tensor` may block until this one has arrived.
         saved.group.run.reached(saved.group.index)
         return saved.tensor()
     return saved

@@ -117,8 +117,8 @@ class _OnHost:
             return
         out, _ = store.streams(self._device)
         self._stream = torch.cuda.current_stream(self._device)
-        out.wait_stream(self._stream)
-        if free is not None:
+        out.wait_stream(self._stream)  # whose kernels make the tensor
+        if free is not None:  # the buffer's last tensor may be on its way to the device: the host has not waited
             out.wait_event(free)
         with torch.cuda.stream(out), record_function(WRITE):
             self._buffer.copy_(flat, non_blocking=True)
@@ -127,7 +127,8 @@ class _OnHost:
     def written(self) -> bool:
         moving, self._moving = self._moving, None
         if moving is not None and self._last is not None:
-            # Later kernels may write to the memory; the host does not wait.
+            # Without the reference, later kernels of this stream may be given the memory, and write to it: they are
+            # ordered after the copy, and the host does not wait.
             self._stream.wait_event(self._last)
         return moving is None or moving._version == self._version
 
@@ -140,9 +141,11 @@ class _OnHost:
             return lambda: tensor
         _, back = self._store.streams(self._device)
         self._stream = torch.cuda.current_stream(self._device)
-        back.wait_stream(self._stream)  # which allocated the memory
+        # Which allocated the memory: the allocator orders reuse within a stream alone, so kernels that used the block
+        # before may still run.
+        back.wait_stream(self._stream)
         with torch.cuda.stream(back), record_function(READ):
-            back.wait_event(self._last)
+            back.wait_event(self._last)  # of the copy to the host, on the other stream
             flat.copy_(self._buffer, non_blocking=True)
             event = self._last = back.record_event()
         self._moving, self._version, allocated_on = tensor, tensor._version, self._stream
@@ -151,7 +154,7 @@ class _OnHost:
             self._moving = None
             using = torch.cuda.current_stream(self._device)
             using.wait_event(event)
-            if using != allocated_on:  # which does not wait
+            if using != allocated_on:  # there, freed memory would be reused before this stream has read it
                 tensor.record_stream(using)
             return tensor
 
@@ -159,7 +162,7 @@ class _OnHost:
 
     def free(self) -> None:
         self.written()  # what is dropped on its way: a forward that raised, a tensor fetched and never used
-        self._store.give_back(self._buffer, self._last)
+        self._store.give_back(self._buffer, self._last)  # not waited for here: the next tensor's stream does
 
 
 # --- disk
@@ -186,7 +189,7 @@ def require_directory(directory: Path) -> None:
 
 
 class DiskStore:
-    """A file in a directory on fast disk, written and read by its own threads.
+    """A file in a directory on fast disk, written and read by two threads.
 
     The file is unlinked once it is open: the system frees it with the store or the process, even one that is killed.
 
@@ -270,7 +273,8 @@ class _OnDisk:
             self._store.write(_memory(source, self._nbytes), self._offset)
 
     def written(self) -> bool:
-        _wait(self._writing)
+        _wait(self._writing)  # raises what the thread has raised, such as of a full disk
+        # The version counts only where the thread reads the tensor's own memory, and not a copy.
         tensor, self._tensor = self._tensor, None
         return tensor is None or not self._direct or tensor._version == self._version
 
@@ -278,7 +282,7 @@ class _OnDisk:
         host = torch.empty_like(self._like, device="cpu")
 
         def read() -> torch.Tensor:
-            self._writing.result()
+            self._writing.result()  # in the reader's thread: this write is waited for, and no later one
             with record_function(READ):
                 self._store.read(_memory(host, self._nbytes), self._offset)
             return host

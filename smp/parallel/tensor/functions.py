@@ -3,7 +3,7 @@
 Per block and micro-batch, with sequence parallelism: forward 2 all_gathers and 2 reduce_scatters, backward 4 and 2, as
 Megatron-LM: the gathered input of a column-parallel layer is not saved for backward but gathered again. With activation
 checkpointing backward has 6 and 3. On GPUs the collectives of column-parallel layers' backward overlap its matrix
-products; with ``tp.overlap`` all others in a block do, too: each is one with the product beside it.
+products; with ``tp.overlap`` all others in a block do, too: each is fused with the product next to it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smp.parallel.tensor.group import TPGroup
 class GatherTokens(Function):
     """``(batch, sequence / size, hidden)`` to ``(batch, sequence, hidden)``; gradients are reduce-scattered.
 
-    ``gathered`` is the result where it is there already.
+    ``gathered`` is the result where it exists already.
     """
 
     @staticmethod

@@ -142,7 +142,7 @@ class TPGroup:
 
     @contextlib.contextmanager
     def fork_random(self, device: torch.device) -> Iterator[None]:
-        """Draw random numbers of this rank's own in the ``with`` block.
+        """Draw random numbers of this rank alone in the ``with`` block.
 
         The block advances the ranks' common generators by one number, and draws the same again where their state at the
         entry is restored, as activation checkpointing does.
