@@ -12,7 +12,7 @@ from torch import nn
 from smp.models.added import added_parameters
 from smp.models.family import Family
 from smp.models.file_names import clean_name
-from smp.models.projection import projection_size
+from smp.models.projection import is_transposed, projection_size
 
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -30,6 +30,7 @@ class ParameterSpec(NamedTuple):
         unit: ``embedding``, the index of a block, or ``head``, which has what is outside of the others.
         kind: what it is to its module.
         trained: whether it has a gradient.
+        transposed: whether a matrix is stored as (inputs, outputs), as GPT-2's.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ParameterSpec(NamedTuple):
     unit: str | int
     kind: Kind
     trained: bool = True
+    transposed: bool = False
 
     @property
     def size(self) -> int:
@@ -79,7 +81,8 @@ def parameter_table(model: nn.Module, family: Family | None = None) -> Parameter
             full = clean_name(f"{prefix}.{name}" if prefix else name)
             kind = _kind(module, name, parameter.dim(), is_head=module is head, is_added=full in added)
             unit = _unit(full, family)
-            spec = ParameterSpec(full, tuple(parameter.shape), unit, kind, parameter.requires_grad)
+            transposed = name == "weight" and is_transposed(module)
+            spec = ParameterSpec(full, tuple(parameter.shape), unit, kind, parameter.requires_grad, transposed)
             specs.setdefault(id(parameter), spec)
     return ParameterTable(tuple(specs.values()))
 

@@ -80,6 +80,11 @@ class OptionalMembers:
     """Members that an entry may have besides, and what they do where it has not."""
 
     @staticmethod
+    def group_settings(spec: ParameterSpec, /) -> Mapping[str, Any]:
+        """Return the settings of such a parameter's group, besides those of all its groups; text, numbers and bools."""
+        return {}
+
+    @staticmethod
     def problems(table: ParameterTable, mesh: Mesh, config: OptimConfig, /) -> list[str]:
         """Return one sentence for each reason why it cannot update such a model on such a mesh.
 

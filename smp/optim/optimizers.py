@@ -16,12 +16,12 @@ from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.file_names import parameters_of
 from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
-from smp.optim import adamw
+from smp.optim import adamw, muon
 from smp.optim.config import OptimConfig
 from smp.optim.entry import Entry, StateSpec, member
 
 # The values of --optimizer. A new optimizer is its own file and a line here.
-OPTIMIZERS: list[Entry] = [adamw]
+OPTIMIZERS: list[Entry] = [adamw, muon]
 PARAMETER_BYTES = 4  # of an element of a trained parameter, and of its gradient
 State = dict[torch.Tensor, dict[str, Any]]
 
@@ -225,7 +225,9 @@ def build_optimizer(
     """
     parameters, groups = parameters_of(model), defaultdict[tuple[Any, ...], list[nn.Parameter]](list)
     for spec in parameter_table(model, family).trained:
-        groups[len(spec.shape) < 2, entry_of(spec, config).NAME].append(parameters[spec.name])
+        entry = entry_of(spec, config)
+        more = tuple(member(entry, "group_settings")(spec).items())
+        groups[len(spec.shape) < 2, entry.NAME, more].append(parameters[spec.name])
     return MixedOptimizer(
         [
             {
@@ -233,9 +235,10 @@ def build_optimizer(
                 "weight_decay": 0.0 if is_vector else config.weight_decay,
                 "optimizer": name,
                 **entry_named(name).settings(config),
+                **dict(more),
             }
             for key in sorted(groups)
-            for is_vector, name in [key]
+            for is_vector, name, more in [key]
         ],
         config,
         lr=lr,
