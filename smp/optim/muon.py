@@ -96,34 +96,38 @@ def lr_ratio(shape: Shape, how: str, *, transposed: bool = False) -> float:
 
 
 class _Axis(NamedTuple):
-    """An axis of the mesh along which the rows (``dim`` -2) or columns (-1) of matrices are sharded."""
+    """An axis of the mesh over which matrices are gathered."""
 
     group: dist.ProcessGroup
     size: int
     rank: int
-    dim: int
-
-    def part(self, shape: Shape, rank: int) -> Shape:
-        """Return the shape of a rank's part of a tensor, cut as ``torch.chunk`` does."""
-        found, step = list(shape), -(-shape[self.dim] // self.size)
-        found[self.dim] = max(0, min(step, shape[self.dim] - rank * step))
-        return tuple(found)
 
 
-def _axes(parameter: torch.Tensor) -> tuple[_Axis, ...]:
-    """Return the axes that matrices are gathered over, the sharding that was applied last first."""
+def _part(shape: Shape, dim: int, size: int, rank: int) -> Shape:
+    """Return the shape of a rank's part of a tensor, cut as ``torch.chunk`` does."""
+    found, step = list(shape), -(-shape[dim] // size)
+    found[dim] = max(0, min(step, shape[dim] - rank * step))
+    return tuple(found)
+
+
+def _sharding(parameter: torch.Tensor) -> tuple[tuple[_Axis, ...], tuple[int, ...]]:
+    """Return the axes that a parameter's matrices are gathered over, in that order, and the dimension along each.
+
+    What was sharded last is gathered first. ``fully_shard`` shards what tensor parallelism has split, and its axis is
+    the first of the mesh; else several axes of one dimension are applied from left to right.
+    """
     if not isinstance(parameter, DTensor):
-        return ()
-    mesh, found = parameter.device_mesh, []
+        return (), ()
+    mesh, axes, dims, nested, strided = parameter.device_mesh, list[_Axis](), list[int](), False, False
     for index, placement in enumerate(parameter.placements):
-        if mesh.size(index) == 1 or placement.is_replicate():
-            continue
-        dim = cast(Any, placement).dim - parameter.dim()
-        if dim >= -2:  # experts that are sharded one by one are full matrices
-            axis = _Axis(mesh.get_group(index), mesh.size(index), mesh.get_local_rank(index), dim)
-            # A strided placement is fully_shard's of a tensor-parallel shard: applied after those to its right.
-            found.append((hasattr(placement, "split_factor"), index, axis))
-    return tuple(axis for *_, axis in sorted(found, key=lambda each: each[:2], reverse=True))
+        if mesh.size(index) > 1 and not placement.is_replicate():
+            dim = cast(Any, placement).dim - parameter.dim()
+            if dim >= -2:  # experts that are sharded one by one are full matrices
+                nested |= dim in dims and not strided
+                strided = hasattr(placement, "split_factor")
+                axes.append(_Axis(mesh.get_group(index), mesh.size(index), mesh.get_local_rank(index)))
+                dims.append(dim)
+    return (tuple(axes[::-1]), tuple(dims[::-1])) if nested else (tuple(axes), tuple(dims))
 
 
 @functools.lru_cache(maxsize=64)
@@ -171,40 +175,46 @@ class _Exchange:
 
     Args:
         shapes: of the matrices of which this rank has a part, as they are after the gather.
-        owners: rank on the axis to which each goes, ascending.
+        dims: of each, the one along which it is gathered.
+        owners: of each, the rank on the axis to which it goes, ascending.
     """
 
-    def __init__(self, axis: _Axis, shapes: list[Shape], owners: list[int]):
-        self.axis, ranks = axis, range(axis.size)
-        self.shapes = [shape for shape, owner in zip(shapes, owners, strict=True) if owner == axis.rank]
-        self._parts = [axis.part(shape, axis.rank) for shape in shapes]
-        self._arriving = [axis.part(shape, rank) for rank in ranks for shape in self.shapes]
-        counted = [*zip(owners, map(math.prod, self._parts), strict=True)]
-        self._sent = [sum(size for owner, size in counted if owner == rank) for rank in ranks]
-        self._received = [sum(math.prod(axis.part(shape, rank)) for shape in self.shapes) for rank in ranks]
+    def __init__(self, axis: _Axis, shapes: list[Shape], dims: list[int], owners: list[int]):
+        self._axis, ranks = axis, range(axis.size)
+        mine = [index for index, owner in enumerate(owners) if owner == axis.rank]
+        self._dims = [dims[index] for index in mine]
+        self._parts = [_part(shape, dim, axis.size, axis.rank) for shape, dim in zip(shapes, dims, strict=True)]
+        self._arriving = [_part(shapes[index], dims[index], axis.size, rank) for rank in ranks for index in mine]
+        sizes = [*map(math.prod, self._parts)]
+        self._sent = [sum(n for n, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in ranks]
+        arriving, self.count = [*map(math.prod, self._arriving)], len(mine)
+        self._received = [sum(arriving[rank * self.count : (rank + 1) * self.count]) for rank in ranks]
 
-    def gather(
-        self, parts: Iterable[torch.Tensor], dtype: torch.dtype, device: torch.device
-    ) -> list[torch.Tensor]:
+    def gather(self, parts: Iterable[torch.Tensor], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
         """Return the matrices that this rank gets, gathered along the axis; collective."""
         sent = _packed(parts, self._parts, dtype, device)
         arrived = sent.new_empty(sum(self._received))
-        dist.all_to_all_single(arrived, sent, self._received, self._sent, group=self.axis.group)
+        dist.all_to_all_single(arrived, sent, self._received, self._sent, group=self._axis.group)
         del sent
-        found, count = _unpack(arrived, self._arriving), len(self.shapes)
-        return [torch.cat(found[index::count], dim=self.axis.dim) for index in range(count)]
+        found = _unpack(arrived, self._arriving)
+        return [torch.cat(found[index :: self.count], dim=dim) for index, dim in enumerate(self._dims)]
 
     def scatter(self, matrices: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """Return this rank's parts of all matrices, of which the ranks that :meth:`gather` gave them have all."""
-        lengths = [shape[self.axis.dim] for shape in self._arriving]
-        count = len(self.shapes)
-        cut = [matrix.split(lengths[index::count], self.axis.dim) for index, matrix in enumerate(matrices)]
-        pieces = (cut[index][rank] for rank in range(self.axis.size) for index in range(count))
+        """Return this rank's parts of the matrices of all ranks; collective.
+
+        Args:
+            matrices: those that :meth:`gather` returned, or what replaces them; freed.
+        """
+        cut = [
+            matrix.split([part[dim] for part in self._arriving[index :: self.count]], dim)
+            for index, (matrix, dim) in enumerate(zip(matrices, self._dims, strict=True))
+        ]
+        pieces = (parts[rank] for rank in range(self._axis.size) for parts in cut)
         sent = _packed(pieces, self._arriving, dtype, device)
         matrices.clear()
         cut.clear()
         arrived = sent.new_empty(sum(self._sent))
-        dist.all_to_all_single(arrived, sent, self._sent, self._received, group=self.axis.group)
+        dist.all_to_all_single(arrived, sent, self._sent, self._received, group=self._axis.group)
         return _unpack(arrived, self._parts)
 
 
@@ -219,23 +229,28 @@ def _full_shape(parameter: torch.Tensor) -> Shape:
     return (*local_tensor(parameter).shape[:-2], *parameter.shape[-2:])
 
 
-def _exchanges(axes: tuple[_Axis, ...], shapes: list[Shape], owners: list[int]) -> list[_Exchange]:
+def _exchanges(
+    axes: tuple[_Axis, ...], shapes: list[Shape], dims: list[tuple[int, ...]], owners: list[int]
+) -> list[_Exchange]:
     """Return the exchanges of a round, in the order of gathering.
 
     Args:
         shapes: of the full matrices of the round.
+        dims: of each, along the axes.
         owners: of each, counted over all axes, of which the first is the slowest; ascending.
     """
     found = []
     for number, axis in enumerate(axes):
-        # The axes that are gathered later still have their parts.
-        later = [*shapes]
-        for other in reversed(axes[number + 1 :]):
-            later = [other.part(shape, other.rank) for shape in later]
-        slower = math.prod(other.size for other in axes[number + 1 :])
-        found.append(_Exchange(axis, later, [owner // slower for owner in owners]))
-        mine = [index for index, owner in enumerate(owners) if owner // slower == axis.rank]
-        shapes, owners = [shapes[index] for index in mine], [owners[index] % slower for index in mine]
+        gathered_shapes, slower = [*shapes], 1
+        for later in reversed(range(number + 1, len(axes))):  # along which the matrices are still parts
+            size, rank = axes[later].size, axes[later].rank
+            gathered_shapes = [_part(s, d[later], size, rank) for s, d in zip(gathered_shapes, dims, strict=True)]
+            slower *= size
+        ranks = [owner // slower for owner in owners]
+        found.append(_Exchange(axis, gathered_shapes, [each[number] for each in dims], ranks))
+        mine = [index for index, rank in enumerate(ranks) if rank == axis.rank]
+        shapes, dims = [shapes[index] for index in mine], [dims[index] for index in mine]
+        owners = [owners[index] % slower for index in mine]
     return found
 
 
@@ -268,34 +283,34 @@ def _apply(
 
 def _update_alike(
     axes: tuple[_Axis, ...],
-    parameters: list[nn.Parameter],
-    states: list[dict[str, torch.Tensor]],
+    members: list[tuple[nn.Parameter, dict[str, torch.Tensor], tuple[int, ...]]],
     group: Mapping[str, Any],
     skip: torch.Tensor | None,
 ) -> None:
-    """Update parameters that are sharded over the same axes."""
-    first = parameters[0]
+    """Update parameters that are sharded over the same axes.
+
+    Args:
+        members: parameter, state, and the dimension along each axis.
+    """
+    first = members[0][0]
     dtype = torch.bfloat16 if group["dtype"] == "bf16" else torch.promote_types(first.dtype, torch.float32)
     # Of shards that are offloaded to the host, too, the products are the GPU's.
     on_gpu = isinstance(first, DTensor) and first.device_mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else first.device
-    shapes = [_full_shape(parameter) for parameter in parameters]
-    ranks = math.prod(axis.size for axis in axes)
-    for planned in _schedule(tuple(shapes), ranks, dtype.itemsize):
+    shapes = [_full_shape(parameter) for parameter, *_ in members]
+    for planned in _schedule(tuple(shapes), math.prod(axis.size for axis in axes), dtype.itemsize):
         owners, indices = [list(each) for each in zip(*planned, strict=True)]
-        exchanges = _exchanges(axes, [shapes[index] for index in indices], owners)
-        parts: Iterator[torch.Tensor] = (
-            _averaged(parameters[index], states[index], group, skip) for index in indices
-        )
+        exchanges = _exchanges(axes, [shapes[i] for i in indices], [members[i][2] for i in indices], owners)
+        parts: Iterator[torch.Tensor] = (_averaged(*members[index][:2], group, skip) for index in indices)
         for exchange in exchanges:
             parts = _drained(exchange.gather(parts, dtype, device))
         changes = []
-        for _ in exchanges[-1].shapes if exchanges else indices:
+        for _ in range(exchanges[-1].count if exchanges else len(indices)):
             changes.append(orthogonalize(next(parts).to(device, dtype)))  # no name keeps the matrix, which is freed
         for exchange in reversed(exchanges):
             changes = exchange.scatter(changes, dtype, device)
         for index, change in zip(indices, changes, strict=True):
-            _apply(parameters[index], change, group, skip)
+            _apply(members[index][0], change, group, skip)
 
 
 def update(
@@ -305,11 +320,12 @@ def update(
     skip: torch.Tensor | None,
 ) -> None:
     """Update by full matrices; collective over the ranks that they are sharded over."""
-    alike: dict[tuple[_Axis, ...], list[int]] = defaultdict(list)
-    for index, parameter in enumerate(parameters):
-        alike[_axes(parameter)].append(index)
-    for axes, indices in alike.items():
-        _update_alike(axes, [parameters[i] for i in indices], [states[i] for i in indices], group, skip)
+    alike = defaultdict[tuple[_Axis, ...], list[Any]](list)
+    for parameter, state in zip(parameters, states, strict=True):
+        axes, dims = _sharding(parameter)
+        alike[axes].append((parameter, state, dims))
+    for axes, members in alike.items():
+        _update_alike(axes, members, group, skip)
 
 
 def _itemsize(config: OptimConfig) -> int:

@@ -107,7 +107,7 @@ def gradient(name: str, like: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def stepped(model: nn.Module, optim: OptimConfig) -> tuple[MixedOptimizer, dict[str, torch.Tensor]]:
-    """Update by given gradients, of which a step in between is skipped; returns parameters and momenta."""
+    """Update by given gradients, skipping a step in between; returns the matrices and their momenta."""
     optimizer = build_optimizer(model, optim, lr=LR, family=family_of(model.config))
     for step in range(STEPS):
         for name, parameter in model.named_parameters():
@@ -118,10 +118,10 @@ def stepped(model: nn.Module, optim: OptimConfig) -> tuple[MixedOptimizer, dict[
                 own.fill_(math.nan)
             parameter.grad = like_parameter(own, parameter)
         optimizer.step(skip=torch.tensor(step == 1))
-    found = {name: full(parameter) for name, parameter in model.named_parameters()}
+    found = {}
     for name, parameter in model.named_parameters():
-        if "momentum_buffer" in (state := optimizer.state[parameter]):
-            found[f"{name}.momentum_buffer"] = full(state["momentum_buffer"])
+        if (momentum := optimizer.state[parameter].get("momentum_buffer")) is not None:
+            found |= {name: full(parameter), f"{name}.momentum_buffer": full(momentum)}
     return optimizer, found
 
 
@@ -162,24 +162,23 @@ def test_equal_gradients_have_equal_updates_in_two_collectives_a_round(world_siz
 
 
 def _check_experts():
-    mesh, group = init_device_mesh("cpu", (2,)), {**muon.settings(MUON), "lr": LR, "weight_decay": 0.2}
-    for dim in (None, 0, 1, 2):
+    mesh, group = init_device_mesh("cpu", (2, 2)), {**muon.settings(MUON), "lr": LR, "weight_decay": 0.2}
+    placements = [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(2), Shard(1)), (Shard(1), Shard(1))]
+    for axes, sharding in zip((0, 1, 2, 2), placements, strict=True):  # experts sharded one by one are not gathered
         found = []
         for sharded in (False, True):
             parameter, gradient = (gradient_of_experts(index) for index in (0, 1))
             if sharded:
-                placement = Replicate() if dim is None else Shard(dim)
-                parameter, gradient = (distribute_tensor(each, mesh, [placement]) for each in (parameter, gradient))
+                parameter, gradient = (distribute_tensor(each, mesh, sharding) for each in (parameter, gradient))
             parameter = nn.Parameter(parameter)
             parameter.grad = gradient
             with CountCollectives() as counter, torch.no_grad():
                 muon.update([parameter], [{"momentum_buffer": torch.zeros_like(parameter)}], group, None)
-            sends = sharded and dim in (1, 2)  # experts that are sharded one by one are full matrices
-            assert counter.counts == ({"alltoall_base_": 2} if sends else {})
+            assert counter.counts == ({"alltoall_base_": 2 * axes} if sharded and axes else {})
             found.append(full(parameter))
         torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
-        for expert, update in zip(gradient_of_experts(1), found[0] - 0.998 * gradient_of_experts(0), strict=True):
-            torch.testing.assert_close(-update, LR * 0.2 * 7**0.5 * orthogonal(expert), rtol=1e-9, atol=1e-9)
+        for expert, change in zip(gradient_of_experts(1), found[0] - 0.998 * gradient_of_experts(0), strict=True):
+            torch.testing.assert_close(-change, LR * 0.2 * 7**0.5 * orthogonal(expert), rtol=1e-9, atol=1e-9)
 
 
 def gradient_of_experts(seed: int) -> torch.Tensor:
@@ -187,4 +186,4 @@ def gradient_of_experts(seed: int) -> torch.Tensor:
 
 
 def test_experts_are_matrices_each():
-    run_distributed(_check_experts, world_size=2)
+    run_distributed(_check_experts, world_size=4)
