@@ -103,6 +103,15 @@ class OptionalMembers:
         return {}
 
     @staticmethod
+    def flops(table: ParameterTable, mesh: Mesh, config: OptimConfig, /) -> Mapping[int, float]:
+        """Return the FLOPs of the matrix products of an update on a rank, by bytes of an element: 2 of bf16, or 4.
+
+        Args:
+            table: the parameters that it takes.
+        """
+        return {}
+
+    @staticmethod
     def working_bytes(table: ParameterTable, mesh: Mesh, config: OptimConfig, /) -> int:
         """Return the most bytes that an update allocates on a rank besides the state, and frees."""
         return 0

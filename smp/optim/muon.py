@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -343,14 +344,33 @@ def gathered(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> Mapping[
     return {"dp_shard": nbytes, "tp": nbytes}
 
 
+def _rounds(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> list[list[list[Shape]]]:
+    """Return of each round, and of each rank that has some in it, the shapes of its matrices."""
+    shapes, found = tuple(spec.shape for spec in table), []
+    for planned in _schedule(shapes, mesh.shard.size * mesh.tp.size, _itemsize(config)):
+        by_owner = defaultdict[int, list[Shape]](list)
+        for owner, index in planned:
+            by_owner[owner].append(shapes[index])
+        found.append([*by_owner.values()])
+    return found
+
+
+def _flops(shape: Shape) -> int:
+    side, other = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * STEPS * 2 * side * side * (2 * other + side)
+
+
+def flops(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> Mapping[int, float]:
+    """Return the FLOPs of Newton-Schulz by bytes of an element; of the rank that has most in each round."""
+    ranks = _rounds(table, mesh, config)
+    return {_itemsize(config): sum(max(sum(map(_flops, shapes)) for shapes in owners) for owners in ranks)}
+
+
 def working_bytes(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> int:
     """Return the most bytes of a rank in a round: its full matrices twice, or once with those of one's iteration."""
-    shapes, itemsize, most = tuple(spec.shape for spec in table), _itemsize(config), 0
-    for planned in _schedule(shapes, mesh.shard.size * mesh.tp.size, itemsize):
-        round_ = defaultdict[int, int](int)
-        for owner, index in planned:
-            round_[owner] += math.prod(shapes[index])
-        for owner, index in planned:
-            size, side = math.prod(shapes[index]), min(shapes[index][-2:])
-            most = max(most, round_[owner] + max(round_[owner], size + 2 * size // max(shapes[index][-2:]) * side))
-    return most * itemsize
+    most = 0
+    for shapes in itertools.chain.from_iterable(_rounds(table, mesh, config)):
+        total = sum(map(math.prod, shapes))
+        iterated = (math.prod(s) + 2 * math.prod(s[:-2]) * min(s[-2:]) ** 2 for s in shapes)
+        most = max(most, total + max(total, *iterated))
+    return most * _itemsize(config)

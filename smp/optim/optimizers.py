@@ -108,13 +108,23 @@ def moved_bytes(table: ParameterTable, config: OptimConfig) -> float:
     return PARAMETER_BYTES * (2 + 1 + 3 + 1) + 2 * state_bytes(table, config)
 
 
+def _summed(name: str, table: ParameterTable, mesh: Mesh, config: OptimConfig) -> dict[Any, float]:
+    """Return the sums of what the optimizers' members of this name return."""
+    found: dict[Any, float] = defaultdict(float)
+    for entry, own in _taken(table, config):
+        for key, size in member(entry, name)(own, mesh, config).items():
+            found[key] += size
+    return dict(found)
+
+
 def gathered_bytes(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> dict[str, float]:
     """Return the bytes that a rank gathers in one update, by axis of the mesh."""
-    found: dict[str, float] = defaultdict(float)
-    for entry, own in _taken(table, config):
-        for axis, size in member(entry, "gathered")(own, mesh, config).items():
-            found[axis] += size
-    return dict(found)
+    return _summed("gathered", table, mesh, config)
+
+
+def product_flops(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> dict[int, float]:
+    """Return the FLOPs of the matrix products of an update on a rank, by bytes of an element."""
+    return _summed("flops", table, mesh, config)
 
 
 def working_bytes(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> int:

@@ -23,7 +23,7 @@ from smp.memory.warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.optim.config import OptimConfig
-from smp.optim.optimizers import state_bytes
+from smp.optim.optimizers import state_bytes, working_bytes
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup, model_blocks
 
@@ -321,6 +321,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         parts = max(parts, mesh.shard.size)  # in memory that all ranks of the host share
     elif work.device_type == "cpu" and mesh.loss.size > 1 and copied == unreduced:
         parts += 1  # gloo's receive buffers
+    updates = moment is Moment.UPDATE
+    gathered_by_update = working_bytes(shape.specs, mesh, work.settings[OptimConfig]) if updates else 0
     if deferred:
         unreduced = max(unreduced, trained - reduced)
     return {
@@ -329,7 +331,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         "optimizer state": int(-(-trained // mesh.shard.size) * state),
         "gathered parameters": _gathered(shape.unit_sizes(mesh.tp.size), shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,
-        "communication buffers": parts * copied * fp32 + _buffer_bytes(shape, mesh, work),
+        "communication buffers": parts * copied * fp32 + _buffer_bytes(shape, mesh, work) + gathered_by_update,
     }
 
 

@@ -23,6 +23,7 @@ ACCUMULATED = ("--gradient_accumulation_steps", "4")
 CP2 = ("--context_parallel_degree", "2", "--cp_comm_type")
 LORA = ("--lora_rank", "4")
 DPO = ("--dpo", "1")
+MUON = ("--optimizer", "muon")
 OFFLOADED = ("--offload_activations", "1", "--activation_loading_horizon", "1", "--offload_dir", ".")
 
 # Processes, backend, flags.
@@ -40,6 +41,8 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "deferred reduction": (2, "gloo", (*LLAMA, *ZERO2, *ACCUMULATED, "--defer_gradient_sync", "1")),
     "parameters kept": (2, "smddp", (*LLAMA, *FULL, *ACCUMULATED, "--reshard_between_microbatches", "0")),
     "offloading": (2, "gloo", (*LLAMA, *FULL, *OFFLOADED, "--max_context_width", "512")),
+    "Muon, tp and sharding": (4, "gloo", (*LLAMA, *TP2, *FULL, *MUON)),
+    "Muon": (1, "gloo", (*NEOX, *MUON, "--muon_dtype", "bf16")),
     "every second block": (2, "gloo", (*LLAMA, *FULL, "--activation_checkpointing_every", "2")),
     "GPT-NeoX": (2, "gloo", (*NEOX, *FULL)),
     "GPT-NeoX over smddp, tied": (4, "smddp", (*NEOX, *TIED, *FULL)),
