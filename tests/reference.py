@@ -30,6 +30,7 @@ from smp.train.step import train_step
 VOCABULARY = 96
 ROWS, LENGTH = 16, 12
 LR, CLIP = 1e-2, 0.5
+ADAMW = OptimConfig()
 # .ci/run runs such tests, by their names, where the path has none.
 INDUCTOR = pytest.mark.skipif(" " in torch.__file__, reason="torch's compiler takes no path with a space")
 
@@ -211,7 +212,7 @@ def train_parallel(
     layout: Layout,
     steps: int,
     batch_of: Callable[[int, int, int, int], StepBatch] = rank_batch,
-    optim: OptimConfig = OptimConfig(),
+    optim: OptimConfig = ADAMW,
     seen: list[nn.Module] | None = None,
 ) -> Iterator[tuple[float, float, dict]]:
     """Train a copy of ``reference`` under ``layout``; yields each step's loss, norm and whole gradients.
@@ -226,7 +227,7 @@ def train_parallel(
         apply_techniques(model, setup)
     if seen is not None:
         seen.append(model)
-    optimizer = build_optimizer(model, optim, lr=LR, family=setup.family)
+    optimizer = build_optimizer(model, optim, lr=LR)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep_gradients(*_) -> None:

@@ -32,3 +32,13 @@ class OptimConfig(Section):
         "fp32", "Dtype in which Muon sends and orthogonalises momentum: bf16 as torch.optim.Muon, in half the bytes."
     )
     grad_clip: float = setting(1.0, "Bound of the global gradient norm; 0: no clipping.", minimum=0)
+
+    def problems(self) -> list[str]:
+        """Add settings of an optimizer that is not used."""
+        fields = [each for each in dataclasses.fields(self) if each.name.startswith("muon_")]
+        changed = [each.name for each in fields if getattr(self, each.name) != each.default]
+        return super().problems() + [
+            f"--{name} needs --optimizer muon: set it, or leave --{name} out"
+            for name in changed
+            if self.optimizer != "muon"
+        ]

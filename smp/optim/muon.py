@@ -1,13 +1,12 @@
 """Muon: orthogonalised momentum for the matrices of blocks, of full matrices at any layout.
 
 [Note: full matrices]
-Newton-Schulz iterations multiply a matrix by itself, so that a shard alone has another update than its part of the full
-matrix. torch.optim.Muon on DTensors leaves the products to DTensor, which sums norms and products of shards wrongly or
-gathers in each of them. Here a matrix is gathered once, over the ranks that it is sharded or split over, to one of them;
-the others get their parts of its update back. Matrices are spread over these ranks by their FLOPs, and sent in rounds of
-bounded memory: per round and axis of the mesh one all_to_all there and one back. An axis at a time needs no other
-process groups than the mesh's, and undoes sharding in the order in which it was applied. What a rank stores, momentum
-and parameter, stays sharded. Replicas compute the same.
+Newton-Schulz iterations multiply a matrix by itself: what a shard alone would get is not its part of the full matrix's
+update, and torch.optim.Muon of DTensors has another update or gathers for every product. Here a matrix is gathered
+once, over the ranks that it is sharded or split over, to one of them, which sends the parts of its update back.
+Matrices are spread over these ranks by their FLOPs, and sent in rounds of bounded memory: in a round and along an axis
+of the mesh one all_to_all there and one back. Axis by axis needs no process groups but the mesh's, and undoes the
+sharding in the order in which it was done. Momentum and parameters stay sharded. Replicas compute the same.
 
 Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024, and Liu et al., Muon is Scalable
 for LLM Training, arXiv:2502.16982, with the arithmetic of ``torch.optim.Muon``.
@@ -186,8 +185,9 @@ class _Exchange:
         self._dims = [dims[index] for index in mine]
         self._parts = [_part(shape, dim, axis.size, axis.rank) for shape, dim in zip(shapes, dims, strict=True)]
         self._arriving = [_part(shapes[index], dims[index], axis.size, rank) for rank in ranks for index in mine]
-        sizes = [*map(math.prod, self._parts)]
-        self._sent = [sum(n for n, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in ranks]
+        self._sent = [0] * axis.size
+        for part, owner in zip(self._parts, owners, strict=True):
+            self._sent[owner] += math.prod(part)
         arriving, self.count = [*map(math.prod, self._arriving)], len(mine)
         self._received = [sum(arriving[rank * self.count : (rank + 1) * self.count]) for rank in ranks]
 
@@ -255,11 +255,17 @@ def _exchanges(
     return found
 
 
-def _averaged(
-    parameter: nn.Parameter, state: Mapping[str, torch.Tensor], group: Mapping[str, Any], skip: torch.Tensor | None
-) -> torch.Tensor:
+class _Member(NamedTuple):
+    """A parameter with its state, and the dimensions along which its matrices are gathered."""
+
+    parameter: nn.Parameter
+    state: Mapping[str, torch.Tensor]
+    dims: tuple[int, ...]
+
+
+def _averaged(member: _Member, group: Mapping[str, Any], skip: torch.Tensor | None) -> torch.Tensor:
     """Update the momentum and return what is orthogonalised, a new tensor; of this rank's shard."""
-    gradient, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
+    gradient, buffer = local_tensor(member.parameter.grad), local_tensor(member.state["momentum_buffer"])
     momentum = buffer.lerp(gradient, 1 - group["momentum"])
     found = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
     _write(buffer, momentum, skip)
@@ -272,9 +278,7 @@ def _write(tensor: torch.Tensor, values: torch.Tensor, skip: torch.Tensor | None
     tensor.copy_(values if skip is None else torch.where(skip.to(tensor.device), tensor, values))
 
 
-def _apply(
-    parameter: nn.Parameter, change: torch.Tensor, group: Mapping[str, Any], skip: torch.Tensor | None
-) -> None:
+def _apply(parameter: nn.Parameter, change: torch.Tensor, group: Mapping[str, Any], skip: torch.Tensor | None) -> None:
     """Decay the parameter and add an orthogonal matrix; of this rank's shard."""
     local, lr = local_tensor(parameter), group["lr"]
     ratio = lr_ratio(tuple(parameter.shape), group["adjust_lr_fn"], transposed=group.get("transposed", False))
@@ -284,25 +288,21 @@ def _apply(
 
 def _update_alike(
     axes: tuple[_Axis, ...],
-    members: list[tuple[nn.Parameter, dict[str, torch.Tensor], tuple[int, ...]]],
+    members: list[_Member],
     group: Mapping[str, Any],
     skip: torch.Tensor | None,
 ) -> None:
-    """Update parameters that are sharded over the same axes.
-
-    Args:
-        members: parameter, state, and the dimension along each axis.
-    """
-    first = members[0][0]
+    """Update parameters that are sharded over the same axes."""
+    first = members[0].parameter
     dtype = torch.bfloat16 if group["dtype"] == "bf16" else torch.promote_types(first.dtype, torch.float32)
     # Of shards that are offloaded to the host, too, the products are the GPU's.
     on_gpu = isinstance(first, DTensor) and first.device_mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else first.device
-    shapes = [_full_shape(parameter) for parameter, *_ in members]
+    shapes = [_full_shape(member.parameter) for member in members]
     for planned in _schedule(tuple(shapes), math.prod(axis.size for axis in axes), dtype.itemsize):
         owners, indices = [list(each) for each in zip(*planned, strict=True)]
-        exchanges = _exchanges(axes, [shapes[i] for i in indices], [members[i][2] for i in indices], owners)
-        parts: Iterator[torch.Tensor] = (_averaged(*members[index][:2], group, skip) for index in indices)
+        exchanges = _exchanges(axes, [shapes[i] for i in indices], [members[i].dims for i in indices], owners)
+        parts: Iterator[torch.Tensor] = (_averaged(members[index], group, skip) for index in indices)
         for exchange in exchanges:
             parts = _drained(exchange.gather(parts, dtype, device))
         changes = []
@@ -311,7 +311,7 @@ def _update_alike(
         for exchange in reversed(exchanges):
             changes = exchange.scatter(changes, dtype, device)
         for index, change in zip(indices, changes, strict=True):
-            _apply(members[index][0], change, group, skip)
+            _apply(members[index].parameter, change, group, skip)
 
 
 def update(
@@ -321,10 +321,10 @@ def update(
     skip: torch.Tensor | None,
 ) -> None:
     """Update by full matrices; collective over the ranks that they are sharded over."""
-    alike = defaultdict[tuple[_Axis, ...], list[Any]](list)
+    alike = defaultdict[tuple[_Axis, ...], list[_Member]](list)
     for parameter, state in zip(parameters, states, strict=True):
         axes, dims = _sharding(parameter)
-        alike[axes].append((parameter, state, dims))
+        alike[axes].append(_Member(parameter, state, dims))
     for axes, members in alike.items():
         _update_alike(axes, members, group, skip)
 
@@ -340,14 +340,14 @@ def gathered(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> Mapping[
     A rank sends all of its parts but those of its matrices, and gets as much back: twice what one sends in an
     all_gather of so many bytes.
     """
-    nbytes = 2 * _itemsize(config) * table.count() / (mesh.shard.size * mesh.tp.size)
+    nbytes = 2 * _itemsize(config) * table.count() / mesh.replica_size
     return {"dp_shard": nbytes, "tp": nbytes}
 
 
 def _rounds(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> list[list[list[Shape]]]:
     """Return of each round, and of each rank that has some in it, the shapes of its matrices."""
     shapes, found = tuple(spec.shape for spec in table), []
-    for planned in _schedule(shapes, mesh.shard.size * mesh.tp.size, _itemsize(config)):
+    for planned in _schedule(shapes, mesh.replica_size, _itemsize(config)):
         by_owner = defaultdict[int, list[Shape]](list)
         for owner, index in planned:
             by_owner[owner].append(shapes[index])

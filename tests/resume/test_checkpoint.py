@@ -56,7 +56,7 @@ from smp.parallel.parallelize import parallelize
 from smp.train.step import train_step
 from tests import manifests
 from tests.distributed import run_distributed
-from tests.reference import Layout, build_reference, rank_batch, setup_of, tiny_config
+from tests.reference import ADAMW, Layout, build_reference, rank_batch, setup_of, tiny_config
 
 
 def make(directory, step, name="m", val_loss=None, kind="sharded"):
@@ -350,7 +350,7 @@ def test_another_model_is_refused_with_every_difference(tmp_path):
         check_architecture(tmp_path, saved, tiny_config("llama_gqa"))
 
 
-def build(layout: Layout, name: str, optim: OptimConfig = OptimConfig()):
+def build(layout: Layout, name: str, optim: OptimConfig = ADAMW):
     model = build_reference(name, torch.float32).train()
     activation = ActivationConfig(activation_checkpointing=False)
     mesh, family = layout.mesh(), family_of(model.config)
