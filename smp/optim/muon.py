@@ -275,7 +275,7 @@ def _averaged(member: _Member, group: Mapping[str, Any], skip: torch.Tensor | No
 def _write(tensor: torch.Tensor, values: torch.Tensor, skip: torch.Tensor | None) -> None:
     """Replace the values of a tensor unless ``skip``, without waiting for the device."""
     # Not by a factor of zero: what is skipped may be infinite or NaN.
-    tensor.copy_(values if skip is None else torch.where(skip.to(tensor.device), tensor, values))
+    tensor.copy_(values if skip is None else torch.where(skip, tensor, values))
 
 
 def _apply(parameter: nn.Parameter, change: torch.Tensor, group: Mapping[str, Any], skip: torch.Tensor | None) -> None:
@@ -298,6 +298,7 @@ def _update_alike(
     # Of shards that are offloaded to the host, too, the products are the GPU's.
     on_gpu = isinstance(first, DTensor) and first.device_mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else first.device
+    skip = None if skip is None else skip.to(local_tensor(first).device)
     shapes = [_full_shape(member.parameter) for member in members]
     for planned in _schedule(tuple(shapes), math.prod(axis.size for axis in axes), dtype.itemsize):
         owners, indices = [list(each) for each in zip(*planned, strict=True)]
