@@ -136,7 +136,7 @@ MISSING: Mapping[str, str] = {
     "mixtures of experts are not in this version": r"ep(_\w+)?|expert\w*|(num|n)_experts\w*|moe\w*",
     "fp16 is not in this version: use --bf16 1": r"\w*fp16\w*|float16|half|(initial_)?loss_scale\w*",
     "fp8 is not in this version: use --bf16 1": r"\w*(fp|float)8\w*",
-    "--optimizer chooses the optimizer": r"optim|optim(izer)?[_.](name|type|args)|use_(muon|adafactor)|muon(_(lr|ns)\w*)?",
+    "--optimizer chooses the optimizer": r"optim|optim(izer)?[_.](name|type|args)|use_(muon|adafactor)|muon(_ns\w*)?",
     "label smoothing is not in this version, but of pairs, --dpo_label_smoothing": r"label_smoothing\w*",
     "noise on embeddings is not in this version": r"neftune\w*",
     "an average of the weights is not in this version": r"(use_)?ema(_\w+)?",
