@@ -30,6 +30,7 @@ ROUNDS = {"llama": 9, "gpt_neox": 4}  # of two ranks, each of as many matrices a
 LAYOUTS = {
     1: [Layout("full_shard")],
     2: [Layout("full_shard"), Layout("no_shard", tp=2), Layout("full_shard", cp=2)],
+    3: [Layout("full_shard")],  # shards of unequal sizes
     4: [
         Layout("full_shard", tp=2),
         Layout("hybrid_shard", 2),
@@ -152,7 +153,7 @@ def _check_bits(cases, layouts, counts):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "backend"), [(2, "smddp"), *(pytest.param(n, "gloo", marks=pytest.mark.full) for n in (2, 4))]
+    ("world_size", "backend"), [(2, "smddp"), *(pytest.param(n, "gloo", marks=pytest.mark.full) for n in (2, 3, 4))]
 )
 def test_equal_gradients_have_equal_updates_in_two_collectives_a_round(world_size, backend):
     cases = []
