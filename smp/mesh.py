@@ -86,6 +86,11 @@ class Mesh:
         return math.prod(self._torch_sizes().values())
 
     @property
+    def replica_size(self) -> int:
+        """Number of ranks that together have the model's parameters once."""
+        return self.world_size // self.replicas.size
+
+    @property
     def degrees(self) -> dict[str, int | bool]:
         """Degrees, as in a checkpoint's manifest."""
         names = (axis.name for axis in AXES if not axis.over or self.degree(axis.name) > 1)

@@ -30,6 +30,7 @@ from smp.train.step import train_step
 VOCABULARY = 96
 ROWS, LENGTH = 16, 12
 LR, CLIP = 1e-2, 0.5
+ADAMW = OptimConfig()
 # .ci/run runs such tests, by their names, where the path has none.
 INDUCTOR = pytest.mark.skipif(" " in torch.__file__, reason="torch's compiler takes no path with a space")
 
@@ -214,15 +215,22 @@ def train_parallel(
     layout: Layout,
     steps: int,
     batch_of: Callable[[int, int, int, int], StepBatch] = rank_batch,
+    optim: OptimConfig = ADAMW,
+    seen: list[nn.Module] | None = None,
 ) -> Iterator[tuple[float, float, dict]]:
-    """Train a copy of ``reference`` under ``layout``; yields each step's loss, norm and whole gradients."""
+    """Train a copy of ``reference`` under ``layout``; yields each step's loss, norm and whole gradients.
+
+    ``seen`` receives the model.
+    """
     model = copy.deepcopy(reference).train()
     mesh, loss = layout.mesh(), LossConfig(loss_chunk_tokens=layout.chunk, z_loss=layout.z_loss)
     setup = setup_of(model, mesh, layout.parallel(), layout.activation(), loss)
     setup = dataclasses.replace(setup, dtype=layout.dtype)
     with mock.patch.object(sharding, "MIN_UNIT_PARAMETERS", layout.min_unit):
         apply_techniques(model, setup)
-    optimizer = build_optimizer(model, OptimConfig(), lr=LR)
+    if seen is not None:
+        seen.append(model)
+    optimizer = build_optimizer(model, optim, lr=LR)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep_gradients(*_) -> None:

@@ -36,6 +36,7 @@ _SITES: dict[str, dict[str, str]] = {
     "smp.comm.gloo": {"": COMMUNICATION},
     "smp.comm.cuda": {"": COMMUNICATION},
     "smp.comm.symmetric": {"": COMMUNICATION},
+    "smp.optim.muon": {"": COMMUNICATION},  # full matrices
     "smp.parallel.grad_norm": {"": GRADIENTS},
     "smp.loss": {"": LOGITS},
     "smp.parallel.linear_loss": {"": LOGITS},

@@ -12,7 +12,7 @@ from torch import nn
 from smp.models.added import AddedParameter, added_parameters
 from smp.models.family import Family
 from smp.models.file_names import clean_name
-from smp.models.projection import projection_size
+from smp.models.projection import is_transposed, projection_size
 
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -31,6 +31,7 @@ class ParameterSpec(NamedTuple):
         kind: what it is to its module.
         trained: whether it has a gradient.
         added: whether a technique has added it to the model.
+        transposed: whether a matrix is stored as (inputs, outputs), as GPT-2's.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ParameterSpec(NamedTuple):
     kind: Kind
     trained: bool = True
     added: bool = False
+    transposed: bool = False
 
     @property
     def size(self) -> int:
@@ -100,7 +102,9 @@ def parameter_table(model: nn.Module, family: Family | None = None) -> Parameter
             full = clean_name(f"{prefix}.{name}" if prefix else name)
             kind = _kind(module, name, parameter.dim(), is_head=module is head, is_added=full in added)
             unit = _unit(full, family)
-            spec = ParameterSpec(full, tuple(parameter.shape), unit, kind, parameter.requires_grad, full in added)
+            transposed = name == "weight" and is_transposed(module)
+            shape, is_added = tuple(parameter.shape), full in added
+            spec = ParameterSpec(full, shape, unit, kind, parameter.requires_grad, is_added, transposed)
             specs.setdefault(id(parameter), spec)
     return ParameterTable(tuple(specs.values()))
 

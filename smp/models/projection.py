@@ -12,3 +12,10 @@ def projection_size(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     return (module.nx, module.nf) if isinstance(module, Conv1D) else None
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether the weight of a linear layer is ``(inputs, outputs)``: transformers' ``Conv1D``."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(layer, Conv1D)

@@ -80,6 +80,11 @@ class OptionalMembers:
     """Members that an entry may have besides, and what they do where it has not."""
 
     @staticmethod
+    def group_settings(spec: ParameterSpec, /) -> Mapping[str, Any]:
+        """Return the settings of such a parameter's group, besides those of all its groups; text, numbers and bools."""
+        return {}
+
+    @staticmethod
     def problems(table: ParameterTable, mesh: Mesh, config: OptimConfig, /) -> list[str]:
         """Return one sentence for each reason why it cannot update such a model on such a mesh.
 
@@ -91,6 +96,15 @@ class OptionalMembers:
     @staticmethod
     def gathered(table: ParameterTable, mesh: Mesh, config: OptimConfig, /) -> Mapping[str, float]:
         """Return the bytes that a rank gathers in one update, by axis of the mesh: of the larger side.
+
+        Args:
+            table: the parameters that it takes.
+        """
+        return {}
+
+    @staticmethod
+    def flops(table: ParameterTable, mesh: Mesh, config: OptimConfig, /) -> Mapping[int, float]:
+        """Return the FLOPs of the matrix products of an update on a rank, by bytes of an element: 2 of bf16, or 4.
 
         Args:
             table: the parameters that it takes.

@@ -15,13 +15,13 @@ from smp.errors import UserError
 from smp.mesh import Mesh
 from smp.models.file_names import parameters_of
 from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
-from smp.optim import adamw
+from smp.optim import adamw, muon
 from smp.optim.config import OptimConfig
 from smp.optim.entry import Entry, StateSpec, member
 from smp.optim.groups import group_of, read_groups
 
 # The values of --optimizer. A new optimizer is its own file and a line here.
-OPTIMIZERS: list[Entry] = [adamw]
+OPTIMIZERS: list[Entry] = [adamw, muon]
 PARAMETER_BYTES = 4  # of an element of a trained parameter, and of its gradient
 State = dict[torch.Tensor, dict[str, Any]]
 
@@ -121,13 +121,23 @@ def moved_bytes(table: ParameterTable, config: OptimConfig) -> float:
     return PARAMETER_BYTES * (2 + 1 + 3 + 1) + 2 * state_bytes(table, config)
 
 
+def _summed(name: str, table: ParameterTable, mesh: Mesh, config: OptimConfig) -> dict[Any, float]:
+    """Return the sums of what the optimizers' members of this name return."""
+    found: dict[Any, float] = defaultdict(float)
+    for entry, own in _taken(table, config):
+        for key, size in member(entry, name)(own, mesh, config).items():
+            found[key] += size
+    return dict(found)
+
+
 def gathered_bytes(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> dict[str, float]:
     """Return the bytes that a rank gathers in one update, by axis of the mesh."""
-    found: dict[str, float] = defaultdict(float)
-    for entry, own in _taken(table, config):
-        for axis, size in member(entry, "gathered")(own, mesh, config).items():
-            found[axis] += size
-    return dict(found)
+    return _summed("gathered", table, mesh, config)
+
+
+def product_flops(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> dict[int, float]:
+    """Return the FLOPs of the matrix products of an update on a rank, by bytes of an element."""
+    return _summed("flops", table, mesh, config)
 
 
 def working_bytes(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> int:
@@ -236,11 +246,12 @@ def build_optimizer(
     Args:
         table: of the model's parameters, by which they are grouped; None: it is read from the model.
     """
-    parameters, groups = parameters_of(model), defaultdict[tuple[bool, str, float, float], list[nn.Parameter]](list)
+    parameters, groups = parameters_of(model), defaultdict[tuple[Any, ...], list[nn.Parameter]](list)
     for spec in (table or parameter_table(model)).trained:
-        group, is_vector = group_of(spec, config.param_groups), len(spec.shape) < 2
+        group, is_vector, entry = group_of(spec, config.param_groups), len(spec.shape) < 2, entry_of(spec, config)
         decay = (0.0 if is_vector else config.weight_decay) if group.weight_decay is None else group.weight_decay
-        groups[is_vector, entry_of(spec, config).NAME, group.lr_factor, decay].append(parameters[spec.name])
+        more = tuple(member(entry, "group_settings")(spec).items())
+        groups[is_vector, entry.NAME, group.lr_factor, decay, more].append(parameters[spec.name])
     return MixedOptimizer(
         [
             {
@@ -250,9 +261,10 @@ def build_optimizer(
                 "lr": lr * factor,
                 "lr_factor": factor,
                 **entry_named(name).settings(config),
+                **dict(more),
             }
             for key in sorted(groups)
-            for _, name, factor, decay in [key]
+            for _, name, factor, decay, more in [key]
         ],
         config,
         lr=lr,

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.traceback import annotate, get_current_meta
 
 from smp.errors import UserError, a_type
+from smp.models.projection import is_transposed
 
 _PRODUCT, _TRACED = "_smp_product", "smp_product"
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
@@ -27,13 +28,6 @@ T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 def local_tensor(tensor: T) -> T:
     """Return the local tensor of a DTensor, through which gradients flow back; others as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def is_transposed(layer: nn.Module) -> bool:
-    """Return whether the weight of a linear layer is ``(inputs, outputs)``: transformers' ``Conv1D``."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(layer, Conv1D)
 
 
 def by_rows(layer: nn.Module, weight: T) -> T:

@@ -23,7 +23,7 @@ from smp.memory.warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.optim.config import OptimConfig
-from smp.optim.optimizers import state_bytes
+from smp.optim.optimizers import state_bytes, working_bytes
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup, model_blocks
 from smp.parallel.units import Unit, size_based_units, transformer_units, with_views
@@ -276,6 +276,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         Moment.LOSS: 0, Moment.LAST_BLOCK: 0 if shape.tied else last, Moment.FIRST_BLOCK: block, Moment.UPDATE: 0,
     }.get(moment, unreduced)  # fmt: skip
     copies = _copies(mesh, work, receives=copied == unreduced)
+    updates = moment is Moment.UPDATE
+    gathered_by_update = working_bytes(shape.specs, mesh, work.settings[OptimConfig]) if updates else 0
     if deferred:
         unreduced = max(unreduced, trained - reduced)
     return {
@@ -284,7 +286,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         "optimizer state": int(-(-trained // mesh.shard.size) * state),
         "gathered parameters": _gathered(shape.unit_sizes(mesh.tp.size), shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,
-        "communication buffers": copies * copied * fp32 + _buffer_bytes(shape, mesh, work),
+        "communication buffers": copies * copied * fp32 + _buffer_bytes(shape, mesh, work) + gathered_by_update,
     }
 
 

@@ -19,7 +19,7 @@ from smp.memory.estimate import peak_bytes
 from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Workload
 from smp.mesh import Mesh
 from smp.optim.config import OptimConfig
-from smp.optim.optimizers import gathered_bytes, moved_bytes
+from smp.optim.optimizers import gathered_bytes, moved_bytes, product_flops
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.lora import Config as LoraConfig
@@ -161,6 +161,13 @@ def _update(parameters: float, moved: float, row: DeviceRow, *, on_host: bool, g
     return moved * parameters / (row.bandwidth * 1e12 * row.efficiency.memory)
 
 
+def _matrices(shape: ModelShape, mesh: Mesh, config: OptimConfig, links: _Links, row: DeviceRow) -> float:
+    """Return the seconds of what an update gathers and multiplies, of an optimizer of matrices."""
+    sent, flops = gathered_bytes(shape.specs, mesh, config), product_flops(shape.specs, mesh, config)
+    gathered = sum(links.send("all_gather", nbytes, axis, 1) for axis, nbytes in sent.items())
+    return gathered + sum(n / (row.flops(size) * row.efficiency.products) for size, n in flops.items())
+
+
 def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, local: int) -> StepTime:
     """Return the seconds of an optimizer step, their range and parts, and the bytes that a rank sends.
 
@@ -194,8 +201,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     ends += links.send("reduce_scatter", REDUCE_BYTES * outside, "dp_shard", work.accumulation)
     replicas = links.send("all_reduce", REDUCE_BYTES * own, "dp_replicate", 1)
     moved = moved_bytes(shape.specs, work.settings[OptimConfig])
-    sent = gathered_bytes(shape.specs, mesh, work.settings[OptimConfig])
-    update = sum(links.send("all_gather", nbytes, axis, 1) for axis, nbytes in sent.items())
+    update = _matrices(shape, mesh, work.settings[OptimConfig], links, row)
     forward, backward = block.forward, block.backward(recompute)
     again = preference.dpo + more  # forward passes of the head alone: backward of pairs makes the logits again
     head = (2 * again + (6 if outside else 4)) * tokens * vocabulary / (row.flops(value) * row.efficiency.products)

@@ -76,6 +76,13 @@ def test_full_shard():
     assert VARLEN not in attention_of(step)
 
 
+def test_muon_waits_for_nothing():
+    step = steady(report(*LLAMA, "--optimizer", "muon"))
+    assert totals(step["collectives"]) == {**sharded(BLOCKS), "alltoall_base": 2}  # one round
+    assert by_file(step["syncs"]) == SYNCS
+    assert totals(step["copies"]) == {"cpu to cuda": 3, "cuda to cpu": 2}
+
+
 @pytest.mark.slow
 def test_all_blocks_of_llama3_8b():
     step = steady(report(*LLAMA3_8B))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import random
 
 import pytest
 
-from tests.planned import measured, planned
+from smp.memory.estimate import memory_at
+from smp.memory.shape import Moment
+from smp.train.checked_job import sizes
+from tests.planned import job_of, measured, planned
 
 LLAMA = (
     *("--model_type", "llama_v2", "--hidden_width", "64", "--num_layers", "3", "--num_heads", "4"),
@@ -23,6 +27,9 @@ ACCUMULATED = ("--gradient_accumulation_steps", "4")
 CP2 = ("--context_parallel_degree", "2", "--cp_comm_type")
 LORA = ("--lora_rank", "4")
 DPO = ("--dpo", "1")
+MUON = ("--optimizer", "muon")
+# Few tokens of a wide model: the update needs most.
+WIDE = (*LLAMA, "--hidden_width", "512", "--llama_intermediate_size", "1376", "--max_context_width", "16")
 OFFLOADED = ("--offload_activations", "1", "--activation_loading_horizon", "1", "--offload_dir", ".")
 
 # Processes, backend, flags.
@@ -40,6 +47,8 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "deferred reduction": (2, "gloo", (*LLAMA, *ZERO2, *ACCUMULATED, "--defer_gradient_sync", "1")),
     "parameters kept": (2, "smddp", (*LLAMA, *FULL, *ACCUMULATED, "--reshard_between_microbatches", "0")),
     "offloading": (2, "gloo", (*LLAMA, *FULL, *OFFLOADED, "--max_context_width", "512")),
+    "Muon, bf16": (1, "gloo", (*NEOX, *MUON, "--muon_dtype", "bf16")),
+    "Muon, tp and sharding": (4, "gloo", (*WIDE, *TP2, *FULL, *MUON)),
     "every second block": (2, "gloo", (*LLAMA, *FULL, "--activation_checkpointing_every", "2")),
     "GPT-NeoX": (2, "gloo", (*NEOX, *FULL)),
     "GPT-NeoX over smddp, tied": (4, "smddp", (*NEOX, *TIED, *FULL)),
@@ -87,6 +96,19 @@ def compare(name: str, folder: pathlib.Path) -> None:
 @pytest.mark.parametrize("name", USUAL)
 def test_bytes(name, tmp_path):
     compare(name, tmp_path)
+
+
+@pytest.mark.full
+def test_muon_has_less_state_and_needs_most_in_the_update():
+    words = [*WIDE, *TP2, *FULL]
+    requests = [{"words": words + more, "world": 4, "rank": 0, "backend": "nccl"} for more in ([], [*MUON])]
+    adamw, muon = planned(requests)
+    assert muon["own_peaks"]["optimizer state"] < 0.6 * adamw["own_peaks"]["optimizer state"]
+    job = job_of([*words, *MUON], 4, 0)
+    shape, work = sizes(job)
+    needed = memory_at(shape, job.mesh, dataclasses.replace(work, moment=Moment.UPDATE))
+    for name in ("optimizer state", "communication buffers"):
+        assert needed[name] == pytest.approx(muon["at_peak"][name], rel=0.02)
 
 
 @pytest.mark.slow

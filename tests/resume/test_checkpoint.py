@@ -51,12 +51,12 @@ from smp.config import ActivationConfig
 from smp.errors import DamagedCheckpointError, RunError, UserError
 from smp.models.registry import family_of
 from smp.optim.config import OptimConfig
-from smp.optim.optimizers import build_optimizer
+from smp.optim.optimizers import build_optimizer, kind_of_optimizer
 from smp.parallel.parallelize import parallelize
 from smp.train.step import train_step
 from tests import manifests
 from tests.distributed import run_distributed
-from tests.reference import Layout, build_reference, rank_batch, setup_of, tiny_config
+from tests.reference import ADAMW, Layout, build_reference, rank_batch, setup_of, tiny_config
 
 
 def make(directory, step, name="m", val_loss=None, kind="sharded"):
@@ -350,12 +350,12 @@ def test_another_model_is_refused_with_every_difference(tmp_path):
         check_architecture(tmp_path, saved, tiny_config("llama_gqa"))
 
 
-def build(layout: Layout, name: str):
+def build(layout: Layout, name: str, optim: OptimConfig = ADAMW):
     model = build_reference(name, torch.float32).train()
     activation = ActivationConfig(activation_checkpointing=False)
     mesh, family = layout.mesh(), family_of(model.config)
     parallelize(model, family, mesh=mesh, parallel=layout.parallel(), activation=activation, dtype=None)
-    return model, build_optimizer(model, OptimConfig(), lr=1e-2)
+    return model, build_optimizer(model, optim, lr=1e-2)
 
 
 def whole(model, optimizer) -> dict[str, torch.Tensor]:
@@ -370,34 +370,37 @@ def save(folder, model, optimizer, manifest) -> None:
     Checkpointer(Storage(folder), model, optimizer, name="m").write(manifest, wait=True, verify=True)
 
 
-def describe(model, step, world_size) -> Manifest:
+def describe(model, step, world_size, optimizer=None) -> Manifest:
+    kind = {"optimizer": kind_of_optimizer(optimizer)} if optimizer else {}
     return Manifest(
         step=step, world_size=world_size, degrees={"tp": 1}, model=model_entry("m", model.config),
-        run={"progress": {"step": step, "samples": 16, "tokens": 99}},
+        run={"progress": {"step": step, "samples": 16, "tokens": 99}, **kind},
     )  # fmt: skip
 
 
-def _save(folder, name, layout):
-    model, optimizer = build(layout, name)
+def _save(folder, name, layout, *optim):
+    model, optimizer = build(layout, name, *optim)
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(2):
         batch, setup = rank_batch(step, rank, size, 1), setup_of(model)
         train_step(model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=1.0)
-    save(folder, model, optimizer, describe(model, 2, size))
+    save(folder, model, optimizer, describe(model, 2, size, optimizer))
     tensors = whole(model, optimizer)
     if rank == 0:
         torch.save(tensors, folder / "whole.pt")
 
 
-def _load(folder, name, layouts):
+def _load(folder, name, layouts, *optim):
     expected = torch.load(folder / "whole.pt")
     for layout in layouts:
-        model, optimizer = build(layout, name)
+        model, optimizer = build(layout, name, *optim)
         path = folder / "m-2steps"
         restore(path, read_manifest(path), model, optimizer, seed="0")
         got = whole(model, optimizer)
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[key], expected[key]) for key in got), layout
+        if optim:  # the next layout reads what this one saves
+            save(folder, model, optimizer, describe(model, 2, dist.get_world_size(), optimizer))
 
 
 def test_any_layout_loads_bit_for_bit_at_any_other(tmp_path, monkeypatch):
@@ -406,6 +409,16 @@ def test_any_layout_loads_bit_for_bit_at_any_other(tmp_path, monkeypatch):
     assert len(list((tmp_path / "m-2steps").glob("rank00001-*.safetensors"))) > 3
     run_distributed(_load, tmp_path, "llama_tied", [Layout("full_shard"), Layout("no_shard")], world_size=3)
     run_distributed(_load, tmp_path, "llama_tied", [Layout("full_shard")], world_size=1)
+
+
+@pytest.mark.full
+def test_momentum_and_moments_go_from_one_rank_to_shards_to_tensor_parallel_ranks(tmp_path):
+    muon = OptimConfig(optimizer="muon")
+    run_distributed(_save, tmp_path, "llama_tied", Layout("full_shard"), muon, world_size=1)
+    run_distributed(_load, tmp_path, "llama_tied", [Layout("full_shard"), Layout("no_shard", tp=2)], muon, world_size=2)
+    run_distributed(_load, tmp_path, "llama_tied", [Layout("full_shard")], muon, world_size=1)
+    kinds = {name.split(".")[1] for name in read_manifest(tmp_path / "m-2steps").tensors if name.startswith("optim.")}
+    assert kinds == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
 
 
 def test_a_branch_is_not_mixed_with_newer_checkpoints(tmp_path):

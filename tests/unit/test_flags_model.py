@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -254,6 +255,28 @@ def test_optimizer():
     assert group([]) == (0.2, 0.9, 0.95, 1e-8, 0)
     words = ["--weight_decay", 0.3, "--beta1", 0.5, "--beta2", 0.6, "--adam_eps", 1e-3]
     assert group(words) == (0.3, 0.5, 0.6, 1e-3, 0)
+
+
+@check("optimizer", "muon_momentum", "muon_nesterov", "muon_adjust_lr", "muon_dtype")
+def test_muon():
+    def updated(*words):
+        config = parse([*SYNTHETIC, *words])
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 2, bias=False)
+        optimizer = build_optimizer(layer, config.optim, lr=1.0)
+        for _ in range(2):
+            layer.weight.grad = torch.randn(2, 4)
+            optimizer.step()
+        return layer.weight.detach()
+
+    muon = ["--optimizer", "muon"]
+    found = [
+        updated(*words)
+        for words in ([], muon, *([*muon, *more] for more in (
+            ["--muon_momentum", 0.5], ["--muon_nesterov", 0], ["--muon_adjust_lr", "original"], ["--muon_dtype", "bf16"]
+        )))
+    ]  # fmt: skip
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(found, 2))
 
 
 # flag -> (value, style, step whose rate changes, expected rate); the schedule's numbers: test_lr_schedule.py.
