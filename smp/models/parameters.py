@@ -30,6 +30,7 @@ class ParameterSpec(NamedTuple):
         unit: ``embedding``, the index of a block, or ``head``, which has what is outside of the others.
         kind: what it is to its module.
         trained: whether it has a gradient.
+        split: of a matrix, the dimension along which tensor parallelism splits it; None: none, or it is not known.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ParameterSpec(NamedTuple):
     unit: str | int
     kind: Kind
     trained: bool = True
+    split: int | None = None
 
     @property
     def size(self) -> int:
@@ -79,7 +81,9 @@ def parameter_table(model: nn.Module, family: Family | None = None) -> Parameter
             full = clean_name(f"{prefix}.{name}" if prefix else name)
             kind = _kind(module, name, parameter.dim(), is_head=module is head, is_added=full in added)
             unit = _unit(full, family)
-            spec = ParameterSpec(full, tuple(parameter.shape), unit, kind, parameter.requires_grad)
+            axis = family.split_axis(clean_name(prefix)) if family else None
+            split = _split(module, name, tuple(parameter.shape), axis)
+            spec = ParameterSpec(full, tuple(parameter.shape), unit, kind, parameter.requires_grad, split)
             specs.setdefault(id(parameter), spec)
     return ParameterTable(tuple(specs.values()))
 
@@ -95,6 +99,22 @@ def _kind(module: nn.Module, name: str, dimensions: int, *, is_head: bool, is_ad
         return "matrix"
     # transformers keeps the experts of a layer in parameters of three dimensions.
     return "experts" if dimensions == 3 and not isinstance(module, nn.Conv1d) else "tensor"
+
+
+def _split(module: nn.Module, name: str, shape: tuple[int, ...], axis: str | None) -> int | None:
+    """Return the dimension along which a parameter is split, of a layer that is split along ``axis``."""
+    size = projection_size(module)
+    if axis is None or len(shape) != 2:
+        return None
+    if size is None:
+        return 0 if name == "weight" else None  # of an embedding
+    if name == "weight":
+        return int((axis == "inputs") == isinstance(module, nn.Linear))  # else (inputs, outputs)
+    # As smp.parallel.linear.Product has it of others: by their last dimension, or by their first.
+    inputs, outputs = size
+    if axis == "inputs":
+        return 1 if shape[1] == inputs else None
+    return 0 if shape[0] == outputs else None
 
 
 def _unit(name: str, family: Family | None) -> str | int:

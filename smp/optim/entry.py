@@ -80,6 +80,11 @@ class OptionalMembers:
     """Members that an entry may have besides, and what they do where it has not."""
 
     @staticmethod
+    def missing() -> list[str]:
+        """Return one sentence for each package that it computes with and that is not installed; a plan needs none."""
+        return []
+
+    @staticmethod
     def problems(table: ParameterTable, mesh: Mesh, config: OptimConfig, /) -> list[str]:
         """Return one sentence for each reason why it cannot update such a model on such a mesh.
 

@@ -16,12 +16,12 @@ from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.file_names import parameters_of
 from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
-from smp.optim import adamw
+from smp.optim import adamw, adamw_8bit
 from smp.optim.config import OptimConfig
 from smp.optim.entry import Entry, StateSpec, member
 
 # The values of --optimizer. A new optimizer is its own file and a line here.
-OPTIMIZERS: list[Entry] = [adamw]
+OPTIMIZERS: list[Entry] = [adamw, adamw_8bit]
 PARAMETER_BYTES = 4  # of an element of a trained parameter, and of its gradient
 State = dict[torch.Tensor, dict[str, Any]]
 
@@ -51,9 +51,18 @@ def _taken(table: ParameterTable, config: OptimConfig) -> list[tuple[Entry, Para
     return [(entry_named(name), ParameterTable(tuple(specs))) for name, specs in found.items()]
 
 
-def find_problems(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> list[str]:
-    """Return one sentence for each reason why the optimizer cannot update such a model on such a mesh."""
-    return [text for entry, own in _taken(table, config) for text in member(entry, "problems")(own, mesh, config)]
+def find_problems(table: ParameterTable, mesh: Mesh, config: OptimConfig, *, here: bool = False) -> list[str]:
+    """Return one sentence for each reason why the optimizer cannot update such a model on such a mesh.
+
+    Args:
+        here: whether it is to do so in this environment: else packages may be missing.
+    """
+    taken, found = _taken(table, config), []
+    if taken and config.optimizer not in [entry.NAME for entry, _ in taken]:
+        found.append(f"--optimizer {config.optimizer} takes none of the trained parameters: use {adamw.NAME}")
+    for entry, own in taken:
+        found += [*member(entry, "problems")(own, mesh, config), *(member(entry, "missing")() if here else [])]
+    return found
 
 
 def kind_of(config: OptimConfig) -> dict[str, str]:
@@ -208,7 +217,8 @@ def empty_state(parameter: torch.Tensor, spec: StateSpec, *, on_device: bool) ->
     if shape == tuple(parameter.shape):
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     if shape and isinstance(parameter, DTensor) and len(shape) == parameter.dim():
-        return zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+        made = zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+        return made.to(parameter.device)  # which is not the mesh's where the parameter is offloaded
     return torch.zeros(shape, dtype=dtype, device=parameter.device if shape or on_device else "cpu")
 
 

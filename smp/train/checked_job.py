@@ -23,7 +23,7 @@ from smp.memory.limits import available_memory
 from smp.memory.shape import ModelShape, Workload, workload
 from smp.mesh import Mesh, choose_strategy, resolve_mesh
 from smp.models.model_config import ResolvedModel, resolve_model
-from smp.optim.optimizers import entry_named
+from smp.optim import optimizers
 from smp.parallel import parallelize
 from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.documents import check_documents
@@ -162,12 +162,14 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
     model = attempt(resolve_model, present_model(config), here=not is_elsewhere(config))
     run_dir = Path(config.run.output_dir or f"runs/{model.name if model else ''}").absolute()
     attempt(check_output, config, run_dir)
-    attempt(entry_named, config.optim.optimizer)
     if model is None:
         attempt(_lay_out, config, launch)
         raise ConfigError(problems)
     job = make_job(config, launch, device, model, problems)
     misfits = find_problems(model.hf_config, job.setup)
+    if not misfits and not config.data.evaluate_only:
+        table, here = shape_of(model, job.settings).specs, not is_elsewhere(config)
+        misfits += attempt(optimizers.find_problems, table, job.mesh, config.optim, here=here) or []
     problems += misfits
     if config.data.keeps_apart:
         attempt(check_documents, model.hf_config, model.sequence_length)
