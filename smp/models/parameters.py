@@ -82,8 +82,10 @@ def parameter_table(model: nn.Module, family: Family | None = None) -> Parameter
             kind = _kind(module, name, parameter.dim(), is_head=module is head, is_added=full in added)
             unit = _unit(full, family)
             axis = family.split_axis(clean_name(prefix)) if family else None
-            split = _split(module, name, tuple(parameter.shape), axis)
-            spec = ParameterSpec(full, tuple(parameter.shape), unit, kind, parameter.requires_grad, split)
+            weight = specs.get(id(module._parameters.get("weight")))
+            shape = tuple(parameter.shape)
+            split = _split_added(shape, axis, weight) if full in added else _split(module, name, axis)
+            spec = ParameterSpec(full, shape, unit, kind, parameter.requires_grad, split)
             specs.setdefault(id(parameter), spec)
     return ParameterTable(tuple(specs.values()))
 
@@ -101,20 +103,20 @@ def _kind(module: nn.Module, name: str, dimensions: int, *, is_head: bool, is_ad
     return "experts" if dimensions == 3 and not isinstance(module, nn.Conv1d) else "tensor"
 
 
-def _split(module: nn.Module, name: str, shape: tuple[int, ...], axis: str | None) -> int | None:
-    """Return the dimension along which a parameter is split, of a layer that is split along ``axis``."""
-    size = projection_size(module)
-    if axis is None or len(shape) != 2:
+def _split(module: nn.Module, name: str, axis: str | None) -> int | None:
+    """Return the dimension along which the weight of a layer is split, which is split along ``axis``."""
+    if axis is None or name != "weight":
         return None
-    if size is None:
-        return 0 if name == "weight" else None  # of an embedding
-    if name == "weight":
-        return int((axis == "inputs") == isinstance(module, nn.Linear))  # else (inputs, outputs)
-    # As smp.parallel.linear.Product has it of others: by their last dimension, or by their first.
-    inputs, outputs = size
-    if axis == "inputs":
-        return 1 if shape[1] == inputs else None
-    return 0 if shape[0] == outputs else None
+    transposed = projection_size(module) is not None and not isinstance(module, nn.Linear)
+    return int((axis == "inputs") != transposed)
+
+
+def _split_added(shape: tuple[int, ...], axis: str | None, weight: ParameterSpec | None) -> int | None:
+    """Return the dimension of a matrix beside such a weight, as of :class:`smp.parallel.linear.Product`."""
+    if weight is None or weight.split is None or len(shape) != 2:
+        return None
+    dim = int(axis == "inputs")
+    return dim if shape[dim] == weight.shape[weight.split] else None
 
 
 def _unit(name: str, family: Family | None) -> str | int:

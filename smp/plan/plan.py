@@ -20,7 +20,6 @@ from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, Problems, UserError
 from smp.memory.estimate import process_bytes
 from smp.models.model_config import resolve_model
-from smp.optim import optimizers
 from smp.parallel.allocator import AllocatorConfig
 from smp.parallel.parallelize import find_problems
 from smp.plan import world
@@ -94,7 +93,6 @@ class _Rank:
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, attn_implementation="sdpa"))
         self.job = job = make_job(config, launch, device, resolve_model(config.model), problems)
         problems += find_problems(job.model.hf_config, job.setup)
-        problems += optimizers.find_problems(sizes(job)[0].specs, job.mesh, config.optim)
         self.batch = problems.attempt(check_global_batch, planned_batch(config, job.mesh), job.mesh) or 0
         if problems:
             raise ConfigError(problems)

@@ -155,20 +155,20 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
     Raises:
         ConfigError: with all problems, if there is no model or no layout.
     """
-    attempt = problems.attempt
+    attempt, here = problems.attempt, not is_elsewhere(config)
     device = attempt(planned_device, config, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
     problems += _needs_of_settings(config, device)
-    model = attempt(resolve_model, present_model(config), here=not is_elsewhere(config))
+    model = attempt(resolve_model, present_model(config), here=here)
     run_dir = Path(config.run.output_dir or f"runs/{model.name if model else ''}").absolute()
     attempt(check_output, config, run_dir)
+    attempt(optimizers.entry_named, config.optim.optimizer)
     if model is None:
         attempt(_lay_out, config, launch)
         raise ConfigError(problems)
     job = make_job(config, launch, device, model, problems)
     misfits = find_problems(model.hf_config, job.setup)
-    if not misfits and not config.data.evaluate_only:
-        table, here = shape_of(model, job.settings).specs, not is_elsewhere(config)
+    if not misfits and not config.data.evaluate_only and (table := shape_of(model, job.settings).specs):
         misfits += attempt(optimizers.find_problems, table, job.mesh, config.optim, here=here) or []
     problems += misfits
     if config.data.keeps_apart:

@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
+import smp
 from smp.checkpoint.config import CheckpointConfig
 from smp.checkpoint.disk_forecast import state_bytes as forecast_bytes
 from smp.config import ActivationConfig, Settings
@@ -126,3 +127,16 @@ def test_a_mesh_that_cuts_a_block_of_8_bits_is_refused(changes, mesh, said):
     prefix = "--optimizer adamw_8bit quantises 256 columns of a row together, and --tensor_parallel_degree "
     assert find_problems(table_of(model_of(**changes)), mesh, CONFIG) == ([prefix + said] if said else [])
     assert find_problems(table_of(model_of(**changes)), mesh, OptimConfig()) == []
+
+
+def test_the_table_says_what_tensor_parallelism_splits():
+    """Weights of GPT-2 are transposed; an adapter is split with the inputs or the outputs of its layer, or not."""
+    with torch.device("meta"):
+        model = build_model(GPT2Config(n_layer=1, n_embd=32, n_head=2), attn_implementation=None)
+    smp.lora(model, 2)
+    found = {spec.name.removeprefix("transformer."): spec.split for spec in table_of(model) if len(spec.shape) > 1}
+    columns, rows = (1, None, 0), (0, 1, None)
+    expected = {"wte.weight": 0, "wpe.weight": None}
+    for layer, splits in (("attn.c_attn", columns), ("attn.c_proj", rows), ("mlp.c_fc", columns), ("mlp.c_proj", rows)):
+        expected |= {f"h.0.{layer}.{name}": s for name, s in zip(("weight", "lora_A", "lora_B"), splits, strict=True)}
+    assert found == expected
