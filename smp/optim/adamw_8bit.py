@@ -26,7 +26,8 @@ NAME = "adamw_8bit"
 BLOCK = 256
 # Updated at once, by device: what a CPU's cache takes, or enough to keep a GPU busy.
 _AT_ONCE = {"cpu": 256, "cuda": 16384}
-_WORKING_BYTES = 60  # of a value, by torchao's functions
+# Of a value, by torchao's functions and the rest of an update: at a time, and read and written in memory altogether.
+_WORKING_BYTES, MOVED_BESIDES = 72, 1480
 INSTALL = "pip install torchao"
 
 

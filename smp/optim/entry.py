@@ -77,7 +77,13 @@ class Entry(Protocol):
 
 
 class OptionalMembers:
-    """Members that an entry may have besides, and what they do where it has not."""
+    """Members that an entry may have besides, and what they do where it has not.
+
+    Attributes:
+        MOVED_BESIDES: bytes that an update moves in memory for an element, without parameter, gradient and state.
+    """
+
+    MOVED_BESIDES: float = 0
 
     @staticmethod
     def missing() -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import weakref
 import zlib
 
 import pytest
@@ -10,17 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.restore import restore
 from smp.config import ActivationConfig
 from smp.delayed_init import local_part
+from smp.mesh import lay_out
 from smp.models.parameters import parameter_table
 from smp.models.registry import family_of
+from smp.optim import adamw_8bit
 from smp.optim.adamw_8bit import BLOCK
 from smp.optim.config import OptimConfig
-from smp.optim.optimizers import build_optimizer, kind_of
+from smp.optim.optimizers import build_optimizer, kind_of, moved_bytes, working_bytes
 from smp.parallel.parallelize import parallelize
 from tests.distributed import run_distributed
 from tests.job import LLAMA, assert_resumes, run_job
@@ -64,6 +70,42 @@ def test_an_update_in_8_bits_is_torchaos_and_one_that_is_left_out_is_none():
                 assert torch.equal(own[key], state[key].codes) and own[key].dtype == torch.uint8
                 assert torch.equal(own[f"{key}_scale"].flatten(), state[key].scale)
     assert all(optimizer.state[parameter]["exp_avg"].dtype == torch.float32 for parameter in model[3:])
+
+
+class Moved(TorchDispatchMode):
+    """Counts bytes that operations read and write, and the most that what they have made takes at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved, self.most, self._made = 0, 0, {}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        read, written = ([t for t in tree_leaves(tree) if torch.is_tensor(t)] for tree in ((args, kwargs), result))
+        known = {tensor.untyped_storage()._cdata for tensor in read}
+        made = [tensor for tensor in written if tensor.untyped_storage()._cdata not in known]
+        if made or operation._schema.is_mutable:  # else they are views
+            self.moved += sum(tensor.nbytes for tensor in (*read, *written) if tensor.numel() > 1)
+        for storage in (tensor.untyped_storage() for tensor in made):
+            self._made[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self._made.pop, storage._cdata, None)
+        self.most = max(self.most, sum(self._made.values()))
+        return result
+
+
+def test_what_an_update_in_8_bits_moves_in_memory_is_planned(monkeypatch):
+    for name in ("_quantise", "_dequantise"):  # a mode does not see into an operator
+        monkeypatch.setattr(adamw_8bit, name, getattr(adamw_8bit, name)._init_fn)
+    model, counts = nn.ParameterList([torch.randn(64, BLOCK)]), Moved()
+    optimizer, values = build_optimizer(model, CONFIG, lr=0.01), model[0].numel()
+    for mode in (contextlib.nullcontext(), counts):
+        model[0].grad = torch.randn(64, BLOCK)
+        with mode:
+            optimizer.step(skip=torch.tensor(False))
+    table = parameter_table(model)
+    # Without the norm of the gradient, clipping and zeroing.
+    assert counts.moved / values == pytest.approx(moved_bytes(table, CONFIG) - 4 * 4, rel=0.03)
+    assert counts.most == pytest.approx(working_bytes(table, lay_out(), CONFIG), rel=0.03)
 
 
 def build(layout: Layout):
