@@ -114,8 +114,9 @@ def moved_bytes(table: ParameterTable, config: OptimConfig) -> float:
     The update reads parameter, gradient and state, and writes parameter and state; the norm reads the gradient,
     clipping reads and writes it, and zeroing writes it.
     """
-    besides = sum(member(entry, "MOVED_BESIDES") * own.count() for entry, own in _taken(table, config))
-    each = besides / table.count(trained=True) if besides else 0
+    taken = _taken(table, config)
+    besides = sum(member(entry, "MOVED_BESIDES") * own.count() for entry, own in taken)
+    each = besides / max(1, sum(own.count() for _, own in taken))
     return PARAMETER_BYTES * (2 + 1 + 3 + 1) + 2 * state_bytes(table, config) + each
 
 
