@@ -115,11 +115,10 @@ class Problems(list[str]):
     """Problems that several steps raise, to be reported together."""
 
     def attempt(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Return the result of ``step``, or None after adding its problems."""
+        """Return the result of ``step``, or None after adding its problems, each once."""
         try:
             return step(*args, **kwargs)
-        except ConfigError as error:
-            self.extend(error.problems)
         except UserError as error:
-            self.append(str(error))
+            found = error.problems if isinstance(error, ConfigError) else [str(error)]
+            self.extend(text for text in found if text not in self)
         return None

@@ -89,6 +89,13 @@ class Family:
     file_names: FileNames = FileNames()
     uncalled: tuple[str, ...] = ()
 
+    def split_axis(self, path: str) -> str | None:
+        """Return the axis along which tensor parallelism splits a layer, ``outputs`` or ``inputs``, or None."""
+        if self.tensor_plan is None or path in (self.embedding, self.head):
+            return "outputs" if self.tensor_plan else None
+        block = path.removeprefix(f"{self.blocks}.")
+        return self.tensor_plan.axes.get(block.partition(".")[2]) if block != path else None
+
 
 def tensor_parallel_problems(family: Family, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:
     """Return one sentence for each reason why the model cannot be split over ``degree`` ranks.

@@ -32,6 +32,7 @@ class ParameterSpec(NamedTuple):
         trained: whether it has a gradient.
         added: whether a technique has added it to the model.
         transposed: whether a matrix is stored as (inputs, outputs), as GPT-2's.
+        split: of a matrix, the dimension along which tensor parallelism splits it; None: none, or it is not known.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ParameterSpec(NamedTuple):
     trained: bool = True
     added: bool = False
     transposed: bool = False
+    split: int | None = None
 
     @property
     def size(self) -> int:
@@ -83,9 +85,11 @@ class ParameterTable:
             spec._replace(trained=spec.name in names or (spec.trained and (spec.added or not freezes)))
             for spec in self.specs
         ]
+        weights = {spec.name: spec for spec in self.specs}
         for each in added:
+            split = _split_added(each.shape, family.split_axis(each.module), weights.get(f"{each.module}.weight"))
             kind: Kind = "vector" if len(each.shape) < 2 else "matrix" if len(each.shape) == 2 else "tensor"
-            specs.append(ParameterSpec(each.path, each.shape, _unit(each.path, family), kind, added=True))
+            specs.append(ParameterSpec(each.path, each.shape, _unit(each.path, family), kind, added=True, split=split))
         return ParameterTable(tuple(specs))
 
 
@@ -102,9 +106,12 @@ def parameter_table(model: nn.Module, family: Family | None = None) -> Parameter
             full = clean_name(f"{prefix}.{name}" if prefix else name)
             kind = _kind(module, name, parameter.dim(), is_head=module is head, is_added=full in added)
             unit = _unit(full, family)
-            transposed = name == "weight" and is_transposed(module)
+            axis = family.split_axis(clean_name(prefix)) if family else None
+            weight = specs.get(id(module._parameters.get("weight")))
             shape, is_added = tuple(parameter.shape), full in added
-            spec = ParameterSpec(full, shape, unit, kind, parameter.requires_grad, is_added, transposed)
+            transposed = name == "weight" and is_transposed(module)
+            split = _split_added(shape, axis, weight) if is_added else _split(module, name, axis)
+            spec = ParameterSpec(full, shape, unit, kind, parameter.requires_grad, is_added, transposed, split)
             specs.setdefault(id(parameter), spec)
     return ParameterTable(tuple(specs.values()))
 
@@ -120,6 +127,22 @@ def _kind(module: nn.Module, name: str, dimensions: int, *, is_head: bool, is_ad
         return "matrix"
     # transformers keeps the experts of a layer in parameters of three dimensions.
     return "experts" if dimensions == 3 and not isinstance(module, nn.Conv1d) else "tensor"
+
+
+def _split(module: nn.Module, name: str, axis: str | None) -> int | None:
+    """Return the dimension along which the weight of a layer is split, which is split along ``axis``."""
+    if axis is None or name != "weight":
+        return None
+    transposed = projection_size(module) is not None and not isinstance(module, nn.Linear)
+    return int((axis == "inputs") != transposed)
+
+
+def _split_added(shape: tuple[int, ...], axis: str | None, weight: ParameterSpec | None) -> int | None:
+    """Return the dimension of a matrix beside such a weight, as of :class:`smp.parallel.linear.Product`."""
+    if weight is None or weight.split is None or len(shape) != 2:
+        return None
+    dim = int(axis == "inputs")
+    return dim if shape[dim] == weight.shape[weight.split] else None
 
 
 def _unit(name: str, family: Family | None) -> str | int:

@@ -60,6 +60,12 @@ class TensorPlan:
     key_value_heads: str | int = "num_key_value_heads"
     width: str | int = "intermediate_size"
 
+    @property
+    def axes(self) -> dict[str, str]:
+        """Axes along which the linear layers of a block are split, by path: ``outputs`` or ``inputs``."""
+        columns = {f"{part.module}.{path}": "outputs" for part in self.parts for path in part.columns}
+        return columns | {f"{part.module}.{part.row}": "inputs" for part in self.parts}
+
     def sizes(self, hf_config: Any) -> PlanSizes:
         """Return the numbers of a model."""
         heads: int

@@ -77,7 +77,18 @@ class Entry(Protocol):
 
 
 class OptionalMembers:
-    """Members that an entry may have besides, and what they do where it has not."""
+    """Members that an entry may have besides, and what they do where it has not.
+
+    Attributes:
+        MOVED_BESIDES: bytes that an update moves in memory for an element, without parameter, gradient and state.
+    """
+
+    MOVED_BESIDES: float = 0
+
+    @staticmethod
+    def missing() -> list[str]:
+        """Return one sentence for each package that it computes with and that is not installed; a plan needs none."""
+        return []
 
     @staticmethod
     def group_settings(spec: ParameterSpec, /) -> Mapping[str, Any]:

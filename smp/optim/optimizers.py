@@ -15,13 +15,13 @@ from smp.errors import UserError
 from smp.mesh import Mesh
 from smp.models.file_names import parameters_of
 from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
-from smp.optim import adamw, muon
+from smp.optim import adamw, adamw_8bit, muon
 from smp.optim.config import OptimConfig
 from smp.optim.entry import Entry, StateSpec, member
 from smp.optim.groups import group_of, read_groups
 
 # The values of --optimizer. A new optimizer is its own file and a line here.
-OPTIMIZERS: list[Entry] = [adamw, muon]
+OPTIMIZERS: list[Entry] = [adamw, adamw_8bit, muon]
 PARAMETER_BYTES = 4  # of an element of a trained parameter, and of its gradient
 State = dict[torch.Tensor, dict[str, Any]]
 
@@ -51,9 +51,13 @@ def _taken(table: ParameterTable, config: OptimConfig) -> list[tuple[Entry, Para
     return [(entry_named(name), ParameterTable(tuple(specs))) for name, specs in found.items()]
 
 
-def find_problems(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> list[str]:
-    """Return one sentence for each reason why the optimizer cannot update such a model on such a mesh."""
-    found = []
+def find_problems(table: ParameterTable, mesh: Mesh, config: OptimConfig, *, here: bool = False) -> list[str]:
+    """Return one sentence for each reason why the optimizer cannot update such a model on such a mesh.
+
+    Args:
+        here: whether it is to do so in this environment: else packages may be missing.
+    """
+    found, taken = [], _taken(table, config)
     groups, used = read_groups(config.param_groups), {group_of(spec, config.param_groups) for spec in table.trained}
     for number, group in enumerate(groups, 1):
         if group not in used:
@@ -63,10 +67,11 @@ def find_problems(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> lis
                 f"--param_groups {config.param_groups}: group {number}: no trained parameter is left for pattern "
                 f"{group.pattern!r} ({why}): change it or leave it out"
             )
-    return [
-        *found,
-        *(text for entry, own in _taken(table, config) for text in member(entry, "problems")(own, mesh, config)),
-    ]
+    if taken and config.optimizer not in [entry.NAME for entry, _ in taken]:
+        found.append(f"--optimizer {config.optimizer} takes none of the trained parameters: use {adamw.NAME}")
+    for entry, own in taken:
+        found += [*member(entry, "problems")(own, mesh, config), *(member(entry, "missing")() if here else [])]
+    return found
 
 
 def kind_of(config: OptimConfig) -> dict[str, str]:
@@ -118,7 +123,10 @@ def moved_bytes(table: ParameterTable, config: OptimConfig) -> float:
     The update reads parameter, gradient and state, and writes parameter and state; the norm reads the gradient,
     clipping reads and writes it, and zeroing writes it.
     """
-    return PARAMETER_BYTES * (2 + 1 + 3 + 1) + 2 * state_bytes(table, config)
+    taken = _taken(table, config)
+    besides = sum(member(entry, "MOVED_BESIDES") * own.count() for entry, own in taken)
+    each = besides / max(1, sum(own.count() for _, own in taken))
+    return PARAMETER_BYTES * (2 + 1 + 3 + 1) + 2 * state_bytes(table, config) + each
 
 
 def _summed(name: str, table: ParameterTable, mesh: Mesh, config: OptimConfig) -> dict[Any, float]:
@@ -231,7 +239,8 @@ def empty_state(parameter: torch.Tensor, spec: StateSpec, *, on_device: bool) ->
     if shape == tuple(parameter.shape):
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     if shape and isinstance(parameter, DTensor) and len(shape) == parameter.dim():
-        return zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+        made = zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+        return made.to(parameter.device)  # which is not the mesh's where the parameter is offloaded
     return torch.zeros(shape, dtype=dtype, device=parameter.device if shape or on_device else "cpu")
 
 

@@ -113,11 +113,11 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
     Raises:
         ConfigError: with all problems, if there is no model or no layout.
     """
-    attempt = problems.attempt
+    attempt, here = problems.attempt, not is_elsewhere(config)
     device = attempt(planned_device, config, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
     problems += _needs_of_settings(config, device)
-    model = attempt(resolve_model, present_model(config), here=not is_elsewhere(config))
+    model = attempt(resolve_model, present_model(config), here=here)
     run_dir = Path(config.run.output_dir or f"runs/{model.name if model else ''}").absolute()
     attempt(check_output, config, run_dir)
     if model is None:
@@ -125,8 +125,10 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
         raise ConfigError(problems)
     job = make_job(config, launch, device, model, problems)
     misfits = find_problems(model.hf_config, job.setup)
-    if not misfits:
-        misfits += attempt(optimizers.find_problems, job.table, job.mesh, config.optim) or []
+    if config.data.evaluate_only:
+        attempt(optimizers.entry_named, config.optim.optimizer)
+    elif not misfits:
+        misfits += attempt(optimizers.find_problems, job.table, job.mesh, config.optim, here=here) or []
     problems += misfits
     if config.data.keeps_apart:
         attempt(check_documents, model.hf_config, model.sequence_length)

@@ -130,5 +130,5 @@ def set_lr(optimizer: torch.optim.Optimizer, config: LRConfig, step: int, *, max
     """Set the rate of the update that follows ``step`` updates, in every parameter group by its factor; return it."""
     lr = lr_at(config, step, max_steps=max_steps)
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_factor"]
+        group["lr"] = lr * group.get("lr_factor", 1.0)
     return lr
