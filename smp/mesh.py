@@ -59,8 +59,7 @@ class Mesh:
     """Every role of a rank: laid out, without process groups and for a world of any size, or joined.
 
     Attributes:
-        roles: by name: ``dp_replicate``, ``dp_shard``, each of :data:`smp.axes.AXES` (of one that is folded also its
-            ``fsdp``), ``data`` and ``loss``.
+        roles: by name: ``dp_replicate``, ``dp_shard``, each of :data:`AXES` and its ``fsdp``, ``data``, ``loss``.
         reshard_after_forward: whether gathered parameters are freed between forward and backward.
     """
 
@@ -154,9 +153,8 @@ class Mesh:
             groups[name] = groups[same] if same else dist.new_subgroups_by_enumeration(ranks)[0]
         sizes = {name: size for name, size in self._sizes().items() if name not in _dimensions(axis.name)}
         sizes |= {name: self.degree(name) for name in (axis.fsdp, axis.name)}
-        ranks_of_all = torch.tensor(self._ranks_of_groups(axis.name)).view(*sizes.values())
-        found = [groups[name] for name in sizes]
-        return DeviceMesh.from_group(found, device_type, ranks_of_all, mesh_dim_names=tuple(sizes))
+        of_all, names = torch.tensor(self._ranks_of_groups(axis.name)).view(*sizes.values()), tuple(sizes)
+        return DeviceMesh.from_group([groups[name] for name in names], device_type, of_all, mesh_dim_names=names)
 
     def _sizes(self) -> dict[str, int]:
         """Return the sizes of the dimensions of the ranks, the slowest first; of ``dp_shard`` what no axis has."""

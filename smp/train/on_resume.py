@@ -132,7 +132,7 @@ def changes_since(start: Start, job: CheckedJob, model: nn.Module) -> list[str]:
     if change := _change_of_data(run, job):
         found.append(f"{change}; the position in it is kept, so samples may be missed or repeated")
     groups = [dataclasses.asdict(each) for each in read_groups(job.config.optim.param_groups)]
-    if run.get("param_groups", []) != groups:
+    if (run.get("param_groups") or []) != groups:
         found.append("the groups of --param_groups")
     batch = run.get("global_batch_size")
     if batch not in (None, start.global_batch_size):

@@ -144,7 +144,7 @@ def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float |
             "data": job.train_data.fingerprint,
             "rows": job.train_data.digest,
             "optimizer": kind_of(job.config.optim),
-            "param_groups": [dataclasses.asdict(each) for each in read_groups(job.config.optim.param_groups)],
+            "param_groups": [dataclasses.asdict(each) for each in read_groups(job.config.optim.param_groups)] or None,
             "global_batch_size": start.global_batch_size,
             "max_steps": start.max_steps,
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,

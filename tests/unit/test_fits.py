@@ -18,6 +18,7 @@ from smp.plan.closed_time import estimate
 from smp.plan.question import Question
 from smp.runtime import Launch
 from smp.train import checked_job
+from smp.train import job as jobs
 from smp.train.arguments import parse_args
 from smp.units import GIB
 
@@ -37,14 +38,14 @@ def answers(words, row, resolved, monkeypatch):
     config = parse_args(words)
     job = checked_job.make_job(config, Launch(0, 8, 0, 8), torch.device("cuda"), resolved, Problems())
     try:
-        checked_job.refuse_too_large(job, limit)
+        jobs.refuse_too_large(job, limit)
         found["refusal"] = True
     except UserError:
         found["refusal"] = False
-    monkeypatch.setattr(checked_job, "CHOOSERS", [lambda situation: iter(asked.append(situation.fits()) or ())])
-    checked_job.choose_settings(job, limit, batch=checked_job.planned_batch(config, job.mesh))
+    monkeypatch.setattr(jobs, "CHOOSERS", [lambda situation: iter(asked.append(situation.fits()) or ())])
+    jobs.choose_settings(job, limit, batch=jobs.planned_batch(config, job.mesh))
     found["auto"] = asked == [True]
-    shape, work = checked_job.sizes(job)
+    shape, work = jobs.sizes(job)
     found["dry run"] = " headroom " in memory_table(estimate_memory(shape, job.mesh, work), limit)
     if job.mesh.replicas.size == 1:
         enough = processes_that_fit(shape, job.mesh, work, limit)
@@ -69,8 +70,9 @@ def test_all_give_the_same_answer(model, monkeypatch):
     shape = model_shape(resolved)
     for module in (checked_job, request):  # once
         monkeypatch.setattr(module, "resolve_model", lambda config, here: resolved)
+    for module in (jobs, request):
         monkeypatch.setattr(module, "shape_of", lambda resolved, settings: shape)
-    monkeypatch.setattr(checked_job, "check_host_memory", lambda needed, available: None)
+    monkeypatch.setattr(jobs, "check_host_memory", lambda needed, available: None)
     seen = set()
     for (name, memory), layout in itertools.product(DEVICES, LAYOUTS):
         row = smp.cli.plan.device_of(name, 8, memory_gib=memory)

@@ -257,6 +257,15 @@ def test_optimizer():
     assert group(words) == (0.3, 0.5, 0.6, 1e-3, 0)
 
 
+@check("param_groups")
+def test_param_groups(tmp_path):
+    path = tmp_path / "groups.yaml"
+    path.write_text("- {pattern: norm, lr_factor: 0.5}")
+    with one_process(["--param_groups", path]) as built:
+        groups = build_optimizer(built.model, built.config.optim, lr=1.0).param_groups
+    assert sorted({group["lr_factor"] for group in groups}) == [0.5, 1.0]
+
+
 @check("optimizer", "muon_momentum", "muon_nesterov", "muon_adjust_lr", "muon_dtype")
 def test_muon():
     def updated(*words):
