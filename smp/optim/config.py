@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
+
+import torch
 
 from smp.config import Section, setting
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
-    """The optimizer's settings; the learning rate has a section of its own."""
+    """The optimizer's settings, and the formats of what it updates; the learning rate has a section of its own."""
 
     optimizer: str = setting(
         "adamw", "The optimizer; a checkpoint is resumed only with the optimizer that it was saved with."
+    )
+    optimizer_state_dtype: Literal["fp32", "bf16"] | None = setting(
+        None, "Dtype in which AdamW keeps the mean gradient and the mean squared gradient. Default: --param_dtype's."
+    )
+    param_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "Dtype of trained parameters and their gradients between steps. With bf16, gradients are summed over ranks and "
+        "micro-batches in fp32 and rounded once.",
+    )
+    stochastic_rounding: bool | None = setting(
+        None,
+        "Round updated bf16 parameters up or down at random, with the update as the mean; 0: to the nearest, which "
+        "loses updates below 1/256 of a parameter. Default: 1 with --param_dtype bf16.",
     )
     weight_decay: float = setting(
         0.2, "Decoupled weight decay of matrices; norms and biases have none.", minimum=0, maximum=1000
@@ -21,3 +39,38 @@ class OptimConfig(Section):
     beta2: float = setting(0.95, "AdamW's decay of the mean squared gradient.", minimum=0, maximum=0.999999)
     adam_eps: float = setting(1e-8, "AdamW's epsilon.", above=0, maximum=1)
     grad_clip: float = setting(1.0, "Bound of the global gradient norm; 0: no clipping.", minimum=0)
+
+    @property
+    def moments(self) -> str:
+        """Dtype of AdamW's moments, as a flag has it."""
+        return self.optimizer_state_dtype or self.param_dtype
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of an element of a trained parameter between steps, and of its gradient."""
+        return _DTYPES[self.param_dtype].itemsize
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether updated parameters are rounded stochastically."""
+        return self.param_dtype == "bf16" and self.stochastic_rounding is not False
+
+    def problems(self) -> list[str]:
+        """Add what is only for bf16 parameters, and optimizers that do not update them."""
+        found = super().problems()
+        if self.stochastic_rounding and self.param_dtype != "bf16":
+            found.append(
+                "--stochastic_rounding 1 rounds bf16 parameters and --param_dtype is fp32: give --param_dtype bf16, or "
+                "leave it out"
+            )
+        if self.param_dtype != "fp32" and self.optimizer != "adamw":
+            found.append(
+                f"--param_dtype {self.param_dtype} is updated by --optimizer adamw alone, got {self.optimizer}: leave "
+                f"one of the two out"
+            )
+        return found
+
+
+def torch_dtype(text: str) -> torch.dtype:
+    """Return the dtype that a flag names."""
+    return _DTYPES[text]

@@ -17,16 +17,16 @@ from smp.models.family import Family
 from smp.models.file_names import parameters_of
 from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
 from smp.optim import adamw
-from smp.optim.config import OptimConfig
+from smp.optim.config import OptimConfig, torch_dtype
 from smp.optim.entry import Entry, StateSpec, member
+from smp.optim.rounding import parameter_key
 
 # The values of --optimizer. A new optimizer is its own file and a line here.
 OPTIMIZERS: list[Entry] = [adamw]
-PARAMETER_BYTES = 4  # of an element of a trained parameter, and of its gradient
 State = dict[torch.Tensor, dict[str, Any]]
 
 # What is left out of the kind of an optimizer: a checkpoint without an entry is of AdamW in fp32.
-PLAIN = {"optimizer": adamw.NAME}
+PLAIN = {"optimizer": adamw.NAME, "optimizer_state_dtype": "fp32", "param_dtype": "fp32"}
 
 
 def entry_named(name: str) -> Entry:
@@ -61,7 +61,8 @@ def kind_of(config: OptimConfig) -> dict[str, str]:
 
     Those of AdamW in fp32 are left out.
     """
-    return {name: value for name, plain in PLAIN.items() if (value := getattr(config, name)) != plain}
+    found = {name: getattr(config, name) for name in PLAIN} | {"optimizer_state_dtype": config.moments}
+    return {name: value for name, value in found.items() if value != PLAIN[name]}
 
 
 def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -84,13 +85,13 @@ def kind_text(kind: Mapping[str, str]) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def state_bytes(table: ParameterTable, config: OptimConfig, *, dtype: torch.dtype = torch.float32) -> float:
+def state_bytes(table: ParameterTable, config: OptimConfig) -> float:
     """Return the bytes of optimizer state of a trained parameter's element, on average; without scalars.
 
     Args:
         table: without trained parameters, as if AdamW updated them.
-        dtype: of the parameters.
     """
+    dtype = torch_dtype(config.param_dtype)
     sizes = [
         (sum(each.nbytes for each in entry.state(spec.shape, dtype, config).values() if each.shape), spec.size)
         for entry, own in _taken(table, config) or [(adamw, ParameterTable((ParameterSpec("", (1,), 0, "vector"),)))]
@@ -103,9 +104,10 @@ def moved_bytes(table: ParameterTable, config: OptimConfig) -> float:
     """Return the bytes that an update reads and writes in memory for an element of a trained parameter, on average.
 
     The update reads parameter, gradient and state, and writes parameter and state; the norm reads the gradient,
-    clipping reads and writes it, and zeroing writes it.
+    clipping reads and writes it, and zeroing writes it. Stochastic rounding takes many operations.
     """
-    return PARAMETER_BYTES * (2 + 1 + 3 + 1) + 2 * state_bytes(table, config)
+    plain = adamw.PLAIN_MOVED if config.rounds_stochastically else 0
+    return plain + config.parameter_bytes * (2 + 1 + 3 + 1) + 2 * state_bytes(table, config)
 
 
 def gathered_bytes(table: ParameterTable, mesh: Mesh, config: OptimConfig) -> dict[str, float]:
@@ -213,7 +215,7 @@ def empty_state(parameter: torch.Tensor, spec: StateSpec, *, on_device: bool) ->
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, *, lr: float, family: Family | None = None
+    model: nn.Module, config: OptimConfig, *, lr: float, family: Family | None = None, seed: int = 0
 ) -> MixedOptimizer:
     """Build the optimizer of a sharded model; its state is sharded like the parameters.
 
@@ -222,21 +224,18 @@ def build_optimizer(
 
     Args:
         family: as of :func:`smp.models.parameters.parameter_table`, by which parameters are grouped.
+        seed: of stochastic rounding.
     """
     parameters, groups = parameters_of(model), defaultdict[tuple[Any, ...], list[nn.Parameter]](list)
+    names = {parameter: name for name, parameter in parameters.items()}
     for spec in parameter_table(model, family).trained:
         groups[len(spec.shape) < 2, entry_of(spec, config).NAME].append(parameters[spec.name])
-    return MixedOptimizer(
-        [
-            {
-                "params": groups[key],
-                "weight_decay": 0.0 if is_vector else config.weight_decay,
-                "optimizer": name,
-                **entry_named(name).settings(config),
-            }
-            for key in sorted(groups)
-            for is_vector, name in [key]
-        ],
-        config,
-        lr=lr,
-    )
+    found = []
+    for is_vector, name in sorted(groups):
+        own = groups[is_vector, name]
+        decay = 0.0 if is_vector else config.weight_decay
+        group = {"params": own, "weight_decay": decay, "optimizer": name, **entry_named(name).settings(config)}
+        if config.rounds_stochastically:
+            group["rounding_keys"] = {parameter: parameter_key(seed, names[parameter]) for parameter in own}
+        found.append(group)
+    return MixedOptimizer(found, config, lr=lr)

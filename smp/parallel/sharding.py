@@ -91,6 +91,7 @@ def shard_model(
     parallel: ParallelConfig,
     param_dtype: torch.dtype | None,
     cpu_offload: bool = False,
+    rounds_once: bool = False,
 ) -> nn.Module:
     """Shard ``model`` in place, each unit over the mesh's data axes.
 
@@ -103,6 +104,7 @@ def shard_model(
         parallel: prefetch and buffer settings.
         param_dtype: dtype to compute in; None keeps the parameters' own. Reduction is in fp32.
         cpu_offload: keep shards, their gradients and so the optimizer's state in host memory.
+        rounds_once: sum the gradients of micro-batches before they get the parameters' dtype.
     """
     reduced = param_dtype is not None and param_dtype != torch.float32
     policy = MixedPrecisionPolicy(
@@ -112,8 +114,11 @@ def shard_model(
     )
     # Memory is pinned for copies to a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    # Gradients that are yet to be reduced over replicas, if only one, are summed in the dtype of the reduction; reduced
+    # ones in the parameters' dtype.
+    fsdp_mesh = mesh.hybrid_mesh if rounds_once else mesh.fsdp_mesh
     shard = functools.partial(
-        fully_shard, mesh=mesh.fsdp_mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload
+        fully_shard, mesh=fsdp_mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload
     )
     for unit in units:
         shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], reshard_after_forward=unit.reshard)
@@ -278,7 +283,8 @@ def apply(model: nn.Module, setup: Setup) -> None:
     if not parallel.reshard_between_microbatches:
         units = [unit._replace(reshard=False) for unit in units]
     cpu_offload = setup.settings[ActivationConfig].cpu_offload
-    shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=setup.dtype, cpu_offload=cpu_offload)
+    how = {"cpu_offload": cpu_offload, "rounds_once": setup.settings[OptimConfig].param_dtype == "bf16"}
+    shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=setup.dtype, **how)
     if sum(1 for _ in model.parameters()) != before:
         raise UserError("sharding untied the head from the embedding; this is a defect in smp, please report it")
     if parallel.fsdp_cache_flush_warnings:
@@ -288,21 +294,25 @@ def apply(model: nn.Module, setup: Setup) -> None:
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count the sharded states, the gathered units, and the gradients that are being reduced.
 
-    Trained parameters and their gradients are fp32, frozen parameters of the computation's dtype; all, and the
-    optimizer's state, are sharded over sharding and tensor-parallel ranks, and in a group of one gathering is a copy.
+    Trained parameters and their gradients are of ``--param_dtype``, gradients that accumulate fp32, frozen parameters
+    of the computation's dtype; all, and the optimizer's state, are sharded over sharding and tensor-parallel ranks, and
+    in a group of one gathering is a copy.
     Backward gathers a block while the one above it is computed, and reduces each unit from a copy of its gradients,
     which lives until the next unit's are reduced.
     """
     fp32, moment = 4, work.moment
     total, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size).parameters, shape.trained(mesh.tp.size)
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
-    shards = 0 if in_host_memory else fp32
-    state = 0.0 if in_host_memory else state_bytes(shape.specs, work.settings[OptimConfig])
+    optim = work.settings[OptimConfig]
+    shards = 0 if in_host_memory else optim.parameter_bytes
+    state = 0.0 if in_host_memory else state_bytes(shape.specs, optim)
     frozen = -(-(total - trained) // mesh.shard.size) * (min(fp32, work.compute_bytes) if shards else 0)
     reduced = _reduced(shape, moment, last=last, block=block, total=trained)
     accumulated = work.accumulation > 1
     deferred = accumulated and work.settings[Config].defer_gradient_sync
-    gradients = trained if accumulated and not deferred else reduced
+    gradients, of_gradient = (trained if accumulated and not deferred else reduced), shards
+    if accumulated and not deferred and optim.parameter_bytes < fp32 and moment is not Moment.UPDATE:
+        of_gradient = fp32  # sums that are not complete, on the device
     unreduced = {
         Moment.LOSS: 0,  # the head's gradient is in what the loss counts
         Moment.HEAD: last,
@@ -325,7 +335,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         unreduced = max(unreduced, trained - reduced)
     return {
         "parameters": -(-trained // mesh.shard.size) * shards + frozen,
-        "gradients": -(-gradients // mesh.shard.size) * shards,
+        "gradients": -(-gradients // mesh.shard.size) * of_gradient,
         "optimizer state": int(-(-trained // mesh.shard.size) * state),
         "gathered parameters": _gathered(shape.unit_sizes(mesh.tp.size), shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,

@@ -39,7 +39,8 @@ _ON_RESUME = {
         rope_scaling_factor rope_scaling_high_freq_factor rope_scaling_low_freq_factor
         rope_scaling_original_max_position_embeddings sliding_window dataset_type max_steps epochs train_batch_size
         gradient_accumulation_steps global_batch_size lora_rank lora_dropout qlora
-        lora_train_tokens lora_modules_to_save optimizer
+        lora_train_tokens lora_modules_to_save optimizer optimizer_state_dtype
+        param_dtype
     """,
     TOLD: """
         model model_type initializer_range max_context_width attn_implementation finetune pretrained_model_name
@@ -47,9 +48,9 @@ _ON_RESUME = {
         num_local_experts moe_load_balancing global_token_shuffle train_on chat_template overlong max_samples
         validation_split dataset_name dataset_config_name dataset_split use_synthetic_data synthetic_samples
         training_dir test_dir zipped_data tokenizer_name_or_dir text_document_separator shuffle_data document_mask seed
-        deterministic weight_decay beta1 beta2 adam_eps grad_clip lr lr_decay_style lr_decay_iters min_lr warmup
-        plateau wsd_decay lr_compat bf16 fp8 fp8_amax_history_len fp8_amax_compute_algo z_loss lora_target_modules
-        adapter_path dpo dpo_beta dpo_label_smoothing dpo_loss nonfinite nonfinite_budget
+        deterministic stochastic_rounding weight_decay beta1 beta2 adam_eps grad_clip lr lr_decay_style lr_decay_iters
+        min_lr warmup plateau wsd_decay lr_compat bf16 fp8 fp8_amax_history_len fp8_amax_compute_algo z_loss
+        lora_target_modules adapter_path dpo dpo_beta dpo_label_smoothing dpo_loss nonfinite nonfinite_budget
     """,
     FREE: """
         summary_first_pdrop use_smp_flash_attn delayed_param moe_all_to_all_dispatcher
