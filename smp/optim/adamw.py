@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from smp.mesh import Mesh, local_part
+from smp.mesh import Mesh
 from smp.models.parameters import ParameterSpec, ParameterTable
 from smp.optim.config import OptimConfig, torch_dtype
 from smp.optim.entry import StateSpec, local_tensor
@@ -62,14 +62,14 @@ def update(
     skip: torch.Tensor | None,
 ) -> None:
     """Update on local tensors: with DTensors the host would take longer than a GPU."""
-    keys = group.get("rounding_keys")
+    rounding = group.get("rounding")
     # Of one dtype and device all of them.
     moments = states[0]["exp_avg"].dtype
-    if keys is None and _is_fused(local_tensor(parameters[0]), moments):
+    if rounding is None and _is_fused(local_tensor(parameters[0]), moments):
         _update_fused(parameters, states, group, skip)
         return
     for parameter, each in zip(parameters, states, strict=True):
-        _update_plain(parameter, each, group, skip, None if keys is None else keys[parameter])
+        _update_plain(parameter, each, group, skip, None if rounding is None else rounding[parameter])
 
 
 def _is_fused(parameter: torch.Tensor, moments: torch.dtype) -> bool:
@@ -112,27 +112,32 @@ def _update_plain(
     state: Mapping[str, torch.Tensor],
     group: Mapping[str, Any],
     skip: torch.Tensor | None,
-    key: int | None,
+    rounding: tuple[int, tuple[int, ...]] | None,
 ) -> None:
-    """Update in fp32 and round: moments to the nearest, the parameter by the random bits of ``key`` if there is one."""
+    """Update in fp32 and round: moments to the nearest, the parameter by random bits if it has a key.
+
+    Args:
+        rounding: the key, and the index of the shard's first element in the full parameter.
+    """
     (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"]
     skipped = None if skip is None else skip.to(step.device)
     step.add_(1 if skipped is None else ~skipped)
     # In fp64: 1 - beta2**step would lose most of fp32's digits.
     rate = lr / (1 - beta1 ** step.double())
     root = (1 - beta2 ** step.double()).sqrt()
-    local, offsets = local_part(parameter)
     moments = (local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"]))
-    for start, value, gradient, mean, square in _chunks(local, local_tensor(parameter.grad), *moments):
+    for start, value, gradient, mean, square in _chunks(
+        local_tensor(parameter), local_tensor(parameter.grad), *moments
+    ):
         wide = torch.promote_types(value.dtype, torch.float32)
         gradient = gradient.to(wide)
         new_mean = mean.to(wide).lerp(gradient, 1 - beta1)
         new_square = (square.to(wide) * beta2).addcmul_(gradient, gradient, value=1 - beta2)
         new = value.to(wide) * (1 - lr * group["weight_decay"])
         new.sub_(new_mean / (new_square.sqrt() / root.to(wide)).add_(group["eps"]) * rate.to(wide))
-        if key is not None:
-            box = (offsets[0] + start, *offsets[1:])
-            new = round_stochastically(new, random_bits(key, step, box, value.shape))
+        if rounding is not None:
+            key, (first, *others) = rounding
+            new = round_stochastically(new, random_bits(key, step, (first + start, *others), value.shape))
         for old, found in ((value, new), (mean, new_mean), (square, new_square)):
             old.copy_(found if skipped is None else torch.where(skipped, old, found.to(old.dtype)))
 

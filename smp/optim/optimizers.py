@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, zeros
 
 from smp.errors import UserError
-from smp.mesh import Mesh
+from smp.mesh import Mesh, local_part
 from smp.models.family import Family
 from smp.models.file_names import parameters_of
 from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
@@ -236,6 +237,8 @@ def build_optimizer(
         decay = 0.0 if is_vector else config.weight_decay
         group = {"params": own, "weight_decay": decay, "optimizer": name, **entry_named(name).settings(config)}
         if config.rounds_stochastically:
-            group["rounding_keys"] = {parameter: parameter_key(seed, names[parameter]) for parameter in own}
+            with unset_fake_temporarily():  # a plan's mode: offsets of shards are values of tensors
+                offsets = {parameter: local_part(parameter)[1] for parameter in own}
+            group["rounding"] = {each: (parameter_key(seed, names[each]), offsets[each]) for each in own}
         found.append(group)
     return MixedOptimizer(found, config, lr=lr)

@@ -263,7 +263,7 @@ def test_dtypes_of_the_update():
             optimizer = build_optimizer(built.model, built.config.optim, lr=1.0)
             (group, _), (parameter, *_) = optimizer.param_groups, built.model.parameters()
             moment = optimizer.state_specs(parameter, group)["exp_avg"].dtype
-            return parameter.dtype, moment, "rounding_keys" in group
+            return parameter.dtype, moment, "rounding" in group
 
     fp32, bf16 = torch.float32, torch.bfloat16
     assert dtypes([]) == (fp32, fp32, False)
