@@ -39,8 +39,7 @@ _ON_RESUME = {
         rope_scaling_factor rope_scaling_high_freq_factor rope_scaling_low_freq_factor
         rope_scaling_original_max_position_embeddings sliding_window dataset_type max_steps epochs train_batch_size
         gradient_accumulation_steps global_batch_size lora_rank lora_dropout qlora
-        lora_train_tokens lora_modules_to_save optimizer optimizer_state_dtype
-        param_dtype
+        lora_train_tokens lora_modules_to_save optimizer optimizer_state_dtype param_dtype
     """,
     TOLD: """
         model model_type initializer_range max_context_width attn_implementation finetune pretrained_model_name

@@ -127,9 +127,10 @@ def _check_rounded_once():
         assert _accumulate(False, False, "full_shard") != {float(SUM)}, "a sum of rounded parts is another one"
 
 
+@pytest.mark.parametrize("backend", ["smddp", "gloo"])
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-def test_the_sum_over_micro_batches_and_ranks_is_rounded_once(ranks):
-    run_distributed(_check_rounded_once, world_size=ranks)
+def test_the_sum_over_micro_batches_and_ranks_is_rounded_once(ranks, backend):
+    run_distributed(_check_rounded_once, world_size=ranks, backend=backend)
 
 
 def _step(folder, layout: Layout):
