@@ -15,6 +15,7 @@ https://github.com/skeeto/hash-prospector, public domain.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,14 +30,16 @@ def parameter_key(seed: int, name: str) -> int:
 
 
 def _mix_(numbers: torch.Tensor) -> torch.Tensor:
-    """Hash int32 in place; products wrap around, and the masks make of a shift one without the sign."""
+    """Hash int32 in place; products wrap around, and the masks make of a shift one without the sign.
+
+    Of lowbias32 the last step is left out, which mixes the lower bits: the upper ones are used.
+    """
     numbers.bitwise_xor_((numbers >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
-    numbers.bitwise_xor_((numbers >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
-    return numbers.bitwise_xor_((numbers >> 16).bitwise_and_(0xFFFF))
+    return numbers.bitwise_xor_((numbers >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
 
 
 def random_bits(key: int, step: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return random int32 of a box of a parameter, on the device of ``step``.
+    """Return int32 of which the upper 16 bits are random, of a box of a parameter, on the device of ``step``.
 
     Args:
         key: of the parameter.
@@ -52,8 +55,8 @@ def random_bits(key: int, step: torch.Tensor, offsets: Sequence[int], shape: Seq
 
 
 def round_stochastically(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Return fp32 values in bf16, rounded by the lower 16 of the random bits of each."""
+    """Return fp32 values in bf16, rounded by the upper 16 of the random bits of each."""
     # Adding to the bits that bf16 lacks carries into those that it has, at either sign, as often as they are large.
-    carried = (bits & 0xFFFF).add_(values.view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
+    carried = (bits >> 16).bitwise_and_(0xFFFF).add_(values.view(torch.int32)).bitwise_and_(-0x10000)
     # A carry out of a NaN would be a number.
-    return torch.where(values.isnan(), values, carried).to(torch.bfloat16)
+    return carried.view(torch.float32).to(torch.bfloat16).masked_fill_(values.isnan(), math.nan)

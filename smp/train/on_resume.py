@@ -10,11 +10,13 @@ from torch import nn
 
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.remote import RemoteCheckpoint
+from smp.checkpoint.restore import is_script
 from smp.checkpoint.same_model import SCALES, adapter_settings, changes_in_training, check_architecture
 from smp.config import flag_text
 from smp.errors import UserError
 from smp.log import get_logger
 from smp.models.weight_files import ADAPTER_CONFIG
+from smp.optim.optimizers import saved_kind
 from smp.train.arguments import FLAGS
 from smp.train.checked_job import CheckedJob
 from smp.train.state import Start
@@ -78,9 +80,13 @@ def check_fits(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifest) 
     """Refuse a checkpoint whose values would mean something else in the job's model.
 
     Raises:
-        UserError: it is of another architecture, or its adapters are scaled otherwise than a flag or a file says.
+        UserError: it is of another architecture, of parameters in another dtype, or its adapters are scaled otherwise
+            than a flag or a file says.
     """
     check_architecture(path, saved.model["config"], job.model.hf_config)
+    theirs = saved_kind(saved.run).get("param_dtype", "fp32")
+    if theirs != job.config.optim.param_dtype and not is_script(saved.run):
+        raise UserError(f"checkpoint {path} has its parameters in {theirs}: give --param_dtype {theirs}")
     _saved_values(job, path, saved)
 
 

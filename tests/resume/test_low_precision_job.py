@@ -25,10 +25,13 @@ def test_a_run_with_bf16_parameters_is_resumed_bit_for_bit_and_by_its_own_kind_a
     assert {tensor.dtype for tensor in final.values()} == {torch.bfloat16}
     assert json.loads((parts / "final" / "config.json").read_text())["dtype"] == "bfloat16"
     resume = ("--resume_from_checkpoint", "latest", "--output_dir", parts, "--max_steps", 6)
-    for flags in ((), ("--optimizer_state_dtype", "bf16")):
-        outcome = run_job(*JOB, *flags, *resume)
-        assert outcome.statuses == [2] and "Traceback" not in outcome.output
-        assert "was made with the optimizer --optimizer_state_dtype bf16 --param_dtype bf16" in outcome.output
+    outcome = run_job(*JOB, "--optimizer_state_dtype", "bf16", *resume)
+    assert outcome.statuses == [2] and "Traceback" not in outcome.output
+    assert "was made with the optimizer --optimizer_state_dtype bf16 --param_dtype bf16" in outcome.output
+    evaluate = (*JOB, "--evaluate_only", 1, "--output_dir", parts, "--resume_from_checkpoint", "latest")
+    outcome = run_job(*evaluate)
+    assert outcome.statuses == [2] and "has its parameters in bf16: give --param_dtype bf16" in outcome.output
+    run_job(*evaluate, *BF16).succeeded()
     outcome = run_job(*JOB, *BF16, "--bf16", 0, "--output_dir", tmp_path / "fp32")
     assert outcome.statuses == [2] and "--param_dtype bf16 needs --bf16 1" in outcome.output
 

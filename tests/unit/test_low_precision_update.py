@@ -86,7 +86,20 @@ def test_the_random_bits_are_of_seed_name_step_and_position():
         ]
         assert all((other != full[box]).all() for other in others)
     # They are written down, as a resumed run goes on with them in any later version, on any device.
-    assert random_bits(key, step, (70_000, 3), (1, 3)).tolist() == [[540689625, 1980036499, -860043834]]
+    assert random_bits(key, step, (70_000, 3), (1, 3)).tolist() == [[904175112, 1066678881, -466702595]]
+
+
+def test_random_bits_of_neighbours_and_of_steps_are_not_related():
+    def uniform(step: int) -> torch.Tensor:
+        bits = random_bits(parameter_key(0, "w"), torch.tensor(float(step)), (0, 0), (512, 512))
+        return ((bits >> 16) & 0xFFFF).double() / (1 << 16) - 0.5
+
+    one, other = uniform(1), uniform(2)
+    pairs = [(one, other), (one[1:], one[:-1]), (one[:, 1:], one[:, :-1]), (one[:, 64:], one[:, :-64])]
+    for left, right in pairs:  # five standard deviations of the correlation
+        assert abs(float((left * right).mean()) * 12) < 5 / left.numel() ** 0.5
+    counts = torch.histc(one, 256, -0.5, 0.5)
+    assert abs(float(((counts - 1024) ** 2).sum() / 1024) - 255) < 5 * (2 * 255) ** 0.5
 
 
 def test_rounding_takes_a_neighbour_and_is_right_in_the_mean():
