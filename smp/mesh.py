@@ -155,12 +155,7 @@ class Mesh:
     @property
     def fsdp_mesh(self) -> DeviceMesh:
         """The mesh for ``fully_shard``: 1-D when nothing is replicated, else (dp_replicate, dp_shard)."""
-        return self.device_mesh["dp_shard"] if self.replicas.size == 1 else self.hybrid_mesh
-
-    @property
-    def hybrid_mesh(self) -> DeviceMesh:
-        """The mesh (dp_replicate, dp_shard), also of one replica."""
-        return self.device_mesh[_DATA_PARALLEL]
+        return self.device_mesh["dp_shard"] if self.replicas.size == 1 else self.device_mesh[_DATA_PARALLEL]
 
     @property
     def tp_mesh(self) -> DeviceMesh:

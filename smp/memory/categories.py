@@ -37,6 +37,7 @@ _SITES: dict[str, dict[str, str]] = {
     "smp.comm.cuda": {"": COMMUNICATION},
     "smp.comm.symmetric": {"": COMMUNICATION},
     "smp.parallel.grad_norm": {"": GRADIENTS},
+    "smp.parallel.gradient_sum": {"": GRADIENTS},
     "smp.loss": {"": LOGITS},
     "smp.parallel.linear_loss": {"": LOGITS},
     "torch.optim.optimizer": {"": OPTIMIZER, "Optimizer.zero_grad": GRADIENTS},  # around every step, too

@@ -63,6 +63,12 @@ class OptimConfig(Section):
                 "--stochastic_rounding 1 rounds bf16 parameters and --param_dtype is fp32: give --param_dtype bf16, or "
                 "leave it out"
             )
+        for name in ("beta1", "beta2"):
+            if self.moments == "bf16" and 1 - getattr(self, name) < 1 / 256:
+                found.append(
+                    f"--{name} {getattr(self, name)} changes a mean by less than bf16 has digits for, so that it would "
+                    f"stay as it is: give at most 0.996, or --optimizer_state_dtype fp32"
+                )
         if self.param_dtype != "fp32" and self.optimizer != "adamw":
             found.append(
                 f"--param_dtype {self.param_dtype} is updated by --optimizer adamw alone, got {self.optimizer}: leave "

@@ -14,6 +14,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
+from smp.parallel.gradient_sum import sum_of
 from smp.parallel.linear import local_tensor
 from smp.parallel.sharding import fsdp_modules
 
@@ -69,7 +70,7 @@ def _require_reduced(model: nn.Module) -> None:
     """Refuse gradients that no backward has reduced, which no norm and no update would have."""
     for module in fsdp_modules(model):
         group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
-        found = [] if group is None else [group._partial_reduce_output]
+        found = [] if group is None else [group._partial_reduce_output, getattr(sum_of(module), "partial", None)]
         for each in group.fsdp_params if found else ():
             found += [each.unsharded_accumulated_grad, getattr(getattr(each, "_unsharded_param", None), "grad", None)]
         if any(gradient is not None for gradient in found):

@@ -25,6 +25,7 @@ from smp.models.family import Family
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import state_bytes
 from smp.parallel.choices import Choice, Situation
+from smp.parallel.gradient_sum import begin_microbatch, sum_gradients
 from smp.parallel.technique import Setup, model_blocks
 
 Config = ParallelConfig
@@ -114,11 +115,8 @@ def shard_model(
     )
     # Memory is pinned for copies to a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    # Gradients that are yet to be reduced over replicas, if only one, are summed in the dtype of the reduction; reduced
-    # ones in the parameters' dtype.
-    fsdp_mesh = mesh.hybrid_mesh if rounds_once else mesh.fsdp_mesh
     shard = functools.partial(
-        fully_shard, mesh=fsdp_mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload
+        fully_shard, mesh=mesh.fsdp_mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload
     )
     for unit in units:
         shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], reshard_after_forward=unit.reshard)
@@ -129,6 +127,8 @@ def shard_model(
         if mesh.loss.size > 1:  # a group of one rank would divide by it, into a copy
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if rounds_once:
+            sum_gradients(module)
         group = mesh.device_mesh.get_group("dp_shard")
         install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
     _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
@@ -230,6 +230,7 @@ def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool, keep: bool =
     unit's backward then prefetches a unit that is not needed (one all-gather per micro-batch).
     """
     root = cast(FSDPModule, model)
+    begin_microbatch(fsdp_modules(model), last=last)
     if defer:
         root.set_requires_gradient_sync(last)
     else:
@@ -310,9 +311,10 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     reduced = _reduced(shape, moment, last=last, block=block, total=trained)
     accumulated = work.accumulation > 1
     deferred = accumulated and work.settings[Config].defer_gradient_sync
-    gradients, of_gradient = (trained if accumulated and not deferred else reduced), shards
+    gradients = trained if accumulated and not deferred else reduced
+    sums = 0
     if accumulated and not deferred and optim.parameter_bytes < fp32 and moment is not Moment.UPDATE:
-        of_gradient = fp32  # sums that are not complete, on the device
+        gradients, sums = reduced, trained  # in fp32, on the device, beside what the reductions leave
     unreduced = {
         Moment.LOSS: 0,  # the head's gradient is in what the loss counts
         Moment.HEAD: last,
@@ -335,7 +337,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         unreduced = max(unreduced, trained - reduced)
     return {
         "parameters": -(-trained // mesh.shard.size) * shards + frozen,
-        "gradients": -(-gradients // mesh.shard.size) * of_gradient,
+        "gradients": -(-gradients // mesh.shard.size) * shards + -(-sums // mesh.shard.size) * fp32,
         "optimizer state": int(-(-trained // mesh.shard.size) * state),
         "gathered parameters": _gathered(shape.unit_sizes(mesh.tp.size), shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,

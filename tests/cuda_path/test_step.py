@@ -109,8 +109,7 @@ def test_updates_in_bf16_make_the_host_wait_for_nothing_more():
         assert by_file(step["syncs"]) == SYNCS and step["copies"] == plain["steps"][-1]["copies"]
         fused = found is not stochastic and (found is not moments or torch.__version__ >= "2.13")
         assert (operator not in step["operations"]) is fused
-    # Each unit's gradients are summed as over replicas, of which there is one.
-    assert totals(steady(stochastic)["collectives"]) == sharded(BLOCKS, replicas=True)
+        assert totals(step["collectives"]) == sharded(BLOCKS)
 
 
 def test_documents_go_by_their_lengths():

@@ -145,6 +145,10 @@ def test_torchs_kernel_is_taken_where_it_takes_the_dtypes(monkeypatch):
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(ConfigError, match="--stochastic_rounding 1 rounds bf16 parameters and --param_dtype is fp32"):
         OptimConfig(stochastic_rounding=True)
+    for flags in ({"optimizer_state_dtype": "bf16"}, {"param_dtype": "bf16"}):
+        with pytest.raises(ConfigError, match=r"--beta2 0.999 changes a mean by less .* give at most 0.996"):
+            OptimConfig(beta2=0.999, **flags)
+    OptimConfig(beta2=0.996, optimizer_state_dtype="bf16")
     with pytest.raises(ConfigError, match="--param_dtype bf16 is updated by --optimizer adamw alone, got other"):
         OptimConfig(param_dtype="bf16", optimizer="other")
 
