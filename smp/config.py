@@ -297,7 +297,7 @@ class ParallelConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
-    """Number formats. Master parameters, optimizer state and gradient reduction are fp32."""
+    """Number formats of the computation; gradients are reduced in fp32. ``--param_dtype`` is kept between steps."""
 
     bf16: bool | None = setting(
         None, "Compute in bfloat16. Default: 1 on an accelerator, 0 on a CPU. SMP v2 also reduces in bf16; here fp32."

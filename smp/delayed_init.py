@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from smp.errors import UserError
+from smp.mesh import local_part
 from smp.models.added import Encoded, added_parameters, encoded_parameters, trained_parameters
 from smp.models.file_names import parameters_of
 from smp.models.init_rules import InitRule, Step
@@ -219,14 +219,3 @@ def fill_added_(model: nn.Module, *, seed: int) -> None:
         if each.initial.steps:
             initialize_parameter_(parameters[name], each.initial, seed=seed, name=name)
     _block_values.cache_clear()
-
-
-def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's shard of a tensor, and the index of its first element in the full tensor."""
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.ndim
-    local = tensor.to_local()
-    if not local.numel():
-        return local, (0,) * tensor.ndim
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return local, tuple(offsets)

@@ -94,7 +94,9 @@ def one_process(words: Words) -> Iterator[Any]:
         mesh = mesh.join("cpu")
         resolved = resolve_model(config.model)
         model = prepare_model(
-            resolved, mesh=mesh, settings=Settings((config.parallel, config.activation, config.loss, config.lora)),
+            resolved, mesh=mesh, settings=Settings(
+                (config.parallel, config.activation, config.loss, config.lora, config.optim)
+            ),
             dtype=compute_dtype(config.precision, device), device=device, seed=config.run.seed, load_weights=True,
         )  # fmt: skip
         yield SimpleNamespace(model=model, config=config)

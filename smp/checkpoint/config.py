@@ -68,7 +68,7 @@ class CheckpointConfig(Section):
     save_final_model: bool = setting(False, "Write a Hugging Face model directory at the end.")
     dtype: str | None = setting(
         None,
-        "Dtype of the final model's files, fp32 or bf16. Default: that of the pretrained files, else fp32.",
+        "Dtype of the final model's files, fp32 or bf16. Default: that of the pretrained files, else --param_dtype's.",
         only=(None, "fp32", "bf16"),
         otherwise="it is the dtype of the final model's files, fp32 or bf16; --bf16 1 computes in bfloat16",
     )

@@ -31,10 +31,10 @@ from smp.checkpoint.state import (
 )
 from smp.checkpoint.storage import Storage
 from smp.checkpoint.tagged_json import decode
-from smp.delayed_init import local_part
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
 from smp.log import get_logger
+from smp.mesh import local_part
 from smp.optim.entry import StateSpec
 from smp.optim.optimizers import (
     MixedOptimizer,

@@ -28,20 +28,20 @@ def estimate_host_memory(
         is_async: whether checkpoints are written in the background, from a copy.
         is_local: whether each rank writes all of its shards, and not its share of what is replicated.
     """
-    config, fp32 = work.settings[ActivationConfig], 4
+    config, optim = work.settings[ActivationConfig], work.settings[OptimConfig]
     needed: dict[str, int] = {}
     sizes = shape.unit_sizes(mesh.tp.size), shape.trained(mesh.tp.size)
     total, trained = (-(-size.parameters // mesh.shard.size) for size in sizes)
-    state = int(trained * state_bytes(shape.specs, work.settings[OptimConfig]))
+    state = int(trained * state_bytes(shape.specs, optim))
     if config.cpu_offload:
         # torch's allocator of pinned memory rounds each tensor up to a power of two; optimizer state is not pinned.
         split = (-(-spec.size // mesh.tp.size) for spec in shape.specs)
-        pinned = sum(1 << (-(-size // mesh.shard.size) * fp32 - 1).bit_length() for size in split)
+        pinned = sum(1 << (-(-size // mesh.shard.size) * optim.parameter_bytes - 1).bit_length() for size in split)
         needed["parameters"] = pinned
         needed |= {} if work.forward_only else {"gradients": pinned * trained // total, "optimizer state": state}
     if is_async and not work.forward_only:
         writers = 1 if is_local else mesh.replicas.size
-        needed["checkpoint copy"] = (fp32 * trained + state) // writers
+        needed["checkpoint copy"] = (optim.parameter_bytes * trained + state) // writers
     blocks = shape.layers - config.activation_loading_horizon
     if config.offload_activations and config.offload_dir is None and blocks > 0 and not work.forward_only:
         needed["offloaded activations"] = waiting_bytes(shape, mesh, work, blocks=blocks)

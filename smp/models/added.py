@@ -176,11 +176,16 @@ def is_frozen(model: nn.Module) -> bool:
 
 def narrow_frozen_(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep what a technique has frozen, without values, in the dtype of the computation: no more is read of it."""
+    narrow_(model, _of(model).frozen or (), dtype)
+
+
+def narrow_(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
+    """Replace parameters by ones of another dtype, without values."""
     narrow: dict[int, nn.Parameter] = {}  # a tied one once
-    for name in _of(model).frozen or ():
+    for name in names:
         parameter = model.get_parameter(name)
         values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        narrow[id(parameter)] = nn.Parameter(values, requires_grad=False)
+        narrow[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             module._parameters[name] = narrow.get(id(parameter), parameter)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import torch
+
 from smp.config import Section, setting
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
-    """The optimizer's settings; the learning rate has a section of its own."""
+    """The optimizer's settings, and the formats of what it updates; the learning rate has a section of its own."""
 
     optimizer: str = setting(
         "adamw", "The optimizer; a checkpoint is resumed only with the optimizer that it was saved with."
@@ -20,6 +24,19 @@ class OptimConfig(Section):
         "YAML or JSON file of parameter groups: a list of mappings with `pattern`, a regular expression that is "
         "searched for in the names of transformers' parameters, and of `lr_factor`, `weight_decay` and `optimizer` "
         "what is to differ from the job's. The first group that has a parameter counts.",
+    )
+    optimizer_state_dtype: Literal["fp32", "bf16"] | None = setting(
+        None, "Dtype in which AdamW keeps the mean gradient and the mean squared gradient. Default: --param_dtype's."
+    )
+    param_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "Dtype of trained parameters and their gradients between steps. With bf16, gradients are summed over ranks and "
+        "micro-batches in fp32 and rounded once.",
+    )
+    stochastic_rounding: bool | None = setting(
+        None,
+        "Round updated bf16 parameters up or down at random, with the update as the mean; 0: to the nearest, which "
+        "loses updates below 1/256 of a parameter. Default: 1 with --param_dtype bf16.",
     )
     weight_decay: float = setting(
         0.2, "Decoupled weight decay of matrices; norms and biases have none.", minimum=0, maximum=1000
@@ -39,12 +56,42 @@ class OptimConfig(Section):
     )
     grad_clip: float = setting(1.0, "Bound of the global gradient norm; 0: no clipping.", minimum=0)
 
+    @property
+    def moments(self) -> str:
+        """Dtype of AdamW's moments, as a flag has it."""
+        return self.optimizer_state_dtype or self.param_dtype
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of an element of a trained parameter between steps, and of its gradient."""
+        return _DTYPES[self.param_dtype].itemsize
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether updated parameters are rounded stochastically."""
+        return self.param_dtype == "bf16" and self.stochastic_rounding is not False
+
     def problems(self) -> list[str]:
-        """Add settings of an optimizer that is not used."""
+        """Add settings of an optimizer or a dtype that is not used, and means that bf16 cannot follow."""
+        found = super().problems()
         fields = [each for each in dataclasses.fields(self) if each.name.startswith("muon_")]
-        changed = [each.name for each in fields if getattr(self, each.name) != each.default]
-        return super().problems() + [
-            f"--{name} needs --optimizer muon: set it, or leave --{name} out"
-            for name in changed
-            if self.optimizer != "muon" and self.param_groups is None
-        ]
+        if self.optimizer != "muon" and self.param_groups is None:
+            changed = [each.name for each in fields if getattr(self, each.name) != each.default]
+            found += [f"--{name} needs --optimizer muon: set it, or leave --{name} out" for name in changed]
+        if self.stochastic_rounding and self.param_dtype != "bf16":
+            found.append(
+                "--stochastic_rounding 1 rounds bf16 parameters and --param_dtype is fp32: give --param_dtype bf16, or "
+                "leave it out"
+            )
+        for name in ("beta1", "beta2"):
+            if self.moments == "bf16" and 1 - getattr(self, name) < 1 / 256:
+                found.append(
+                    f"--{name} {getattr(self, name)} changes a mean by less than bf16 has digits for, so that it would "
+                    f"stay as it is: give at most 0.996, or --optimizer_state_dtype fp32"
+                )
+        return found
+
+
+def torch_dtype(text: str) -> torch.dtype:
+    """Return the dtype that a flag names."""
+    return _DTYPES[text]

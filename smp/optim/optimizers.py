@@ -9,24 +9,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, zeros
 
 from smp.errors import UserError
-from smp.mesh import Mesh
+from smp.mesh import Mesh, local_part
 from smp.models.file_names import parameters_of
 from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
 from smp.optim import adamw, adamw_8bit, muon
-from smp.optim.config import OptimConfig
+from smp.optim.config import OptimConfig, torch_dtype
 from smp.optim.entry import Entry, StateSpec, member
 from smp.optim.groups import group_of, read_groups
+from smp.optim.rounding import parameter_key
 
 # The values of --optimizer. A new optimizer is its own file and a line here.
 OPTIMIZERS: list[Entry] = [adamw, adamw_8bit, muon]
-PARAMETER_BYTES = 4  # of an element of a trained parameter, and of its gradient
 State = dict[torch.Tensor, dict[str, Any]]
 
 # What is left out of the kind of an optimizer: a checkpoint without an entry is of AdamW in fp32.
-PLAIN = {"optimizer": adamw.NAME}
+PLAIN = {"optimizer": adamw.NAME, "optimizer_state_dtype": "fp32", "param_dtype": "fp32"}
 
 
 def entry_named(name: str) -> Entry:
@@ -70,16 +71,23 @@ def find_problems(table: ParameterTable, mesh: Mesh, config: OptimConfig, *, her
     if taken and config.optimizer not in [entry.NAME for entry, _ in taken]:
         found.append(f"--optimizer {config.optimizer} takes none of the trained parameters: use {adamw.NAME}")
     for entry, own in taken:
+        if config.param_dtype != "fp32" and entry is not adamw:  # nobody else rounds stochastically
+            found.append(
+                f"--param_dtype {config.param_dtype} is updated by {adamw.NAME} alone, and {entry.NAME} updates "
+                f"{own.specs[0].name}: leave one of the two out"
+            )
         found += [*member(entry, "problems")(own, mesh, config), *(member(entry, "missing")() if here else [])]
     return found
 
 
-def kind_of(config: OptimConfig) -> dict[str, str]:
-    """Return the settings that say what a checkpoint's optimizer state is; a resume needs the same. It is in manifests.
+def described(config: OptimConfig) -> dict[str, str]:
+    """Return the settings that say what a checkpoint's optimizer state is, for its manifest."""
+    return {name: getattr(config, name) for name in PLAIN} | {"optimizer_state_dtype": config.moments}
 
-    Those of AdamW in fp32 are left out.
-    """
-    return {name: value for name, plain in PLAIN.items() if (value := getattr(config, name)) != plain}
+
+def kind_of(config: OptimConfig) -> dict[str, str]:
+    """Return :func:`described`, which a resume needs the same, without what is as of AdamW in fp32."""
+    return saved_kind({"optimizer": described(config)})
 
 
 def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -93,7 +101,8 @@ def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 def saved_kind(run: Mapping[str, Any]) -> dict[str, str]:
     """Return the kind of optimizer in a manifest's ``run``, of a job or of a script."""
     found = run.get("optimizer") or {}
-    return {name: found[name] for name in ("class", *PLAIN) if found.get(name, "AdamW") != "AdamW"}
+    plain = {"class": "AdamW", **PLAIN}
+    return {name: found[name] for name in plain if found.get(name, plain[name]) != plain[name]}
 
 
 def kind_text(kind: Mapping[str, str]) -> str:
@@ -102,13 +111,13 @@ def kind_text(kind: Mapping[str, str]) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def state_bytes(table: ParameterTable, config: OptimConfig, *, dtype: torch.dtype = torch.float32) -> float:
+def state_bytes(table: ParameterTable, config: OptimConfig) -> float:
     """Return the bytes of optimizer state of a trained parameter's element, on average; without scalars.
 
     Args:
         table: without trained parameters, as if AdamW updated them.
-        dtype: of the parameters.
     """
+    dtype = torch_dtype(config.param_dtype)
     sizes = [
         (sum(each.nbytes for each in entry.state(spec.shape, dtype, config).values() if each.shape), spec.size)
         for entry, own in _taken(table, config) or [(adamw, ParameterTable((ParameterSpec("", (1,), 0, "vector"),)))]
@@ -121,12 +130,13 @@ def moved_bytes(table: ParameterTable, config: OptimConfig) -> float:
     """Return the bytes that an update reads and writes in memory for an element of a trained parameter, on average.
 
     The update reads parameter, gradient and state, and writes parameter and state; the norm reads the gradient,
-    clipping reads and writes it, and zeroing writes it.
+    clipping reads and writes it, and zeroing writes it. Stochastic rounding takes many operations.
     """
     taken = _taken(table, config)
     besides = sum(member(entry, "MOVED_BESIDES") * own.count() for entry, own in taken)
     each = besides / max(1, sum(own.count() for _, own in taken))
-    return PARAMETER_BYTES * (2 + 1 + 3 + 1) + 2 * state_bytes(table, config) + each
+    plain = adamw.PLAIN_MOVED if config.rounds_stochastically else 0
+    return config.parameter_bytes * (2 + 1 + 3 + 1) + 2 * state_bytes(table, config) + each + plain
 
 
 def _summed(name: str, table: ParameterTable, mesh: Mesh, config: OptimConfig) -> dict[Any, float]:
@@ -245,7 +255,7 @@ def empty_state(parameter: torch.Tensor, spec: StateSpec, *, on_device: bool) ->
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, *, lr: float, table: ParameterTable | None = None
+    model: nn.Module, config: OptimConfig, *, lr: float, table: ParameterTable | None = None, seed: int = 0
 ) -> MixedOptimizer:
     """Build the optimizer of a sharded model; its state is sharded like the parameters.
 
@@ -254,27 +264,23 @@ def build_optimizer(
 
     Args:
         table: of the model's parameters, by which they are grouped; None: it is read from the model.
+        seed: of stochastic rounding.
     """
     parameters, groups = parameters_of(model), defaultdict[tuple[Any, ...], list[nn.Parameter]](list)
+    names = {parameter: name for name, parameter in parameters.items()}
     for spec in (table or parameter_table(model)).trained:
         group, is_vector, entry = group_of(spec, config.param_groups), len(spec.shape) < 2, entry_of(spec, config)
         decay = (0.0 if is_vector else config.weight_decay) if group.weight_decay is None else group.weight_decay
         more = tuple(member(entry, "group_settings")(spec).items())
         groups[is_vector, entry.NAME, group.lr_factor, decay, more].append(parameters[spec.name])
-    return MixedOptimizer(
-        [
-            {
-                "params": groups[key],
-                "weight_decay": decay,
-                "optimizer": name,
-                "lr": lr * factor,
-                "lr_factor": factor,
-                **entry_named(name).settings(config),
-                **dict(more),
-            }
-            for key in sorted(groups)
-            for _, name, factor, decay, more in [key]
-        ],
-        config,
-        lr=lr,
-    )
+    found = []
+    for key in sorted(groups):
+        _, name, factor, decay, more = key
+        own: dict[str, Any] = {"params": groups[key], "lr": lr * factor, "lr_factor": factor, "weight_decay": decay}
+        own |= {"optimizer": name, **entry_named(name).settings(config), **dict(more)}
+        if config.rounds_stochastically:
+            with unset_fake_temporarily():  # a plan's mode: offsets of shards are values of tensors
+                offsets = {parameter: local_part(parameter)[1] for parameter in groups[key]}
+            own["rounding"] = {each: (parameter_key(seed, names[each]), offsets[each]) for each in groups[key]}
+        found.append(own)
+    return MixedOptimizer(found, config, lr=lr)

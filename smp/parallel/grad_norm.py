@@ -14,8 +14,11 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
+from smp.parallel.gradient_sum import sum_of
 from smp.parallel.linear import local_tensor
 from smp.parallel.sharding import fsdp_modules
+
+_SCALED = 1 << 24  # elements at a time, of narrow gradients
 
 
 def _sharded_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -68,7 +71,7 @@ def _require_reduced(model: nn.Module) -> None:
     for module in fsdp_modules(model):
         group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
         # The first is reduced over the sharding group and not over replicas, the others are not reduced at all.
-        found = [] if group is None else [group._partial_reduce_output]
+        found = [] if group is None else [group._partial_reduce_output, getattr(sum_of(module), "partial", None)]
         for each in group.fsdp_params if found else ():
             found += [each.unsharded_accumulated_grad, getattr(getattr(each, "_unsharded_param", None), "grad", None)]
         if any(gradient is not None for gradient in found):
@@ -147,6 +150,16 @@ def clip_grad_norm_(
         # and for all ranks, in every step.
         scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))
         for pairs in by_groups.values():
-            gradients = [gradient for _, gradient in pairs]
-            torch._foreach_mul_(gradients, scale.to(gradients[0]))
+            _scale_([gradient for _, gradient in pairs], scale)
     return norm
+
+
+def _scale_(gradients: list[torch.Tensor], scale: torch.Tensor) -> None:
+    """Multiply gradients, each by the scale in at least fp32: in bf16 it would be off by up to 1/256."""
+    if gradients[0].dtype.itemsize >= scale.dtype.itemsize:
+        torch._foreach_mul_(gradients, scale.to(gradients[0]))
+        return
+    for gradient in gradients:
+        factor, rows = scale.to(gradient.device), len(gradient) if gradient.dim() else 0
+        for part in gradient.split(max(1, _SCALED * rows // max(1, gradient.numel()))) if rows else [gradient]:
+            part.copy_(part.to(scale.dtype) * factor)

@@ -78,7 +78,10 @@ def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dty
 
 def find_problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return one sentence for each reason why a technique cannot be applied."""
-    return [problem for each in TECHNIQUES for problem in member(each, "problems")(hf_config, setup)]
+    found = [problem for each in TECHNIQUES for problem in member(each, "problems")(hf_config, setup)]
+    if setup.settings[OptimConfig].param_dtype == "bf16" and setup.dtype != torch.bfloat16:
+        found.append("--param_dtype bf16 needs --bf16 1, to compute in bf16: set it, or leave --param_dtype out")
+    return found
 
 
 def left_padding_misfit(setup: Setup) -> str | None:
@@ -155,6 +158,8 @@ def apply_techniques(model: nn.Module, setup: Setup, *, keeps_values: bool = Tru
     kept = keeps_values and not next(model.parameters()).is_meta  # a script's
     if setup.dtype == torch.bfloat16 and not kept:
         added.narrow_frozen_(model, setup.dtype)
+    if setup.settings[OptimConfig].param_dtype == "bf16" and not kept:  # buffers, such as rotary frequencies, stay
+        added.narrow_(model, [name for name, _ in model.named_parameters()], torch.bfloat16)
     for each in TECHNIQUES:
         each.apply(model, setup)
     follow_steps(model, TECHNIQUES, setup)
@@ -208,7 +213,7 @@ def prepare_model(
     Args:
         resolved: architecture and, when finetuning, the path of the weights.
         mesh: joined.
-        dtype: dtype to compute in; parameters are fp32.
+        dtype: dtype to compute in; trained parameters are of ``--param_dtype``.
         load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values; where a
             technique has frozen the model, that is done at any rate, as checkpoints have only the others.
         record: called with the name of each phase, for the memory tracker.

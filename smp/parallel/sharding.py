@@ -25,6 +25,7 @@ from smp.models.family import Family
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import state_bytes, working_bytes
 from smp.parallel.choices import Choice, Situation
+from smp.parallel.gradient_sum import begin_microbatch, sum_gradients
 from smp.parallel.technique import Setup, model_blocks
 from smp.parallel.units import Unit, size_based_units, transformer_units, with_views
 
@@ -49,6 +50,7 @@ def shard_model(
     parallel: ParallelConfig,
     param_dtype: torch.dtype | None,
     cpu_offload: bool = False,
+    rounds_once: bool = False,
 ) -> nn.Module:
     """Shard ``model`` in place, each unit over the mesh's data axes.
 
@@ -61,6 +63,7 @@ def shard_model(
         parallel: prefetch and buffer settings.
         param_dtype: dtype to compute in; None keeps the parameters' own. Reduction is in fp32.
         cpu_offload: keep shards, their gradients and so the optimizer's state in host memory.
+        rounds_once: sum the gradients of micro-batches before they get the parameters' dtype.
     """
     reduced = param_dtype is not None and param_dtype != torch.float32
     policy = MixedPrecisionPolicy(
@@ -85,6 +88,8 @@ def shard_model(
             if over.size() > 1:  # a group of one rank would divide by it, into a copy
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if rounds_once:
+                sum_gradients(module)
             install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
     _set_prefetch(units, parallel)
     setattr(model, _SUMMED, True)
@@ -193,6 +198,7 @@ def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool, keep: bool =
     unit's backward then prefetches a unit that is not needed (one all-gather per micro-batch).
     """
     root = cast(FSDPModule, model)
+    begin_microbatch(fsdp_modules(model), last=last)
     if defer:
         root.set_requires_gradient_sync(last)
     else:
@@ -246,7 +252,8 @@ def apply(model: nn.Module, setup: Setup) -> None:
     if not parallel.reshard_between_microbatches:
         units = [unit._replace(reshard=False) for unit in units]
     cpu_offload = setup.settings[ActivationConfig].cpu_offload
-    shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=setup.dtype, cpu_offload=cpu_offload)
+    how = {"cpu_offload": cpu_offload, "rounds_once": setup.settings[OptimConfig].param_dtype == "bf16"}
+    shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=setup.dtype, **how)
     if sum(1 for _ in model.parameters()) != before:
         raise UserError("sharding untied the head from the embedding; this is a defect in smp, please report it")
     if parallel.fsdp_cache_flush_warnings:
@@ -256,21 +263,26 @@ def apply(model: nn.Module, setup: Setup) -> None:
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count the sharded states, the gathered units, and the gradients that are being reduced.
 
-    Trained parameters and their gradients are fp32, frozen parameters of the computation's dtype; all, and the
-    optimizer's state, are sharded over sharding and tensor-parallel ranks, and in a group of one gathering is a copy.
+    Trained parameters and their gradients are of ``--param_dtype``, gradients that accumulate fp32, frozen parameters
+    of the computation's dtype; all, and the optimizer's state, are sharded over sharding and tensor-parallel ranks, and
+    in a group of one gathering is a copy.
     Backward gathers a block while the one above it is computed, and reduces each unit from a copy of its gradients,
     which lives until the next unit's are reduced.
     """
     fp32, moment = 4, work.moment
     total, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size).parameters, shape.trained(mesh.tp.size)
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
-    shards = 0 if in_host_memory else fp32
-    state = 0.0 if in_host_memory else state_bytes(shape.specs, work.settings[OptimConfig])
+    optim = work.settings[OptimConfig]
+    shards = 0 if in_host_memory else optim.parameter_bytes
+    state = 0.0 if in_host_memory else state_bytes(shape.specs, optim)
     frozen = -(-(total - trained) // mesh.shard.size) * (min(fp32, work.compute_bytes) if shards else 0)
     reduced = _reduced(shape, moment, last=last, block=block, total=trained)
     accumulated = work.accumulation > 1
     deferred = accumulated and work.settings[Config].defer_gradient_sync
     gradients = trained if accumulated and not deferred else reduced
+    sums = 0
+    if accumulated and not deferred and optim.parameter_bytes < fp32 and moment is not Moment.UPDATE:
+        gradients, sums = reduced, trained  # in fp32, on the device, beside what the reductions leave
     unreduced = _unreduced(shape, mesh, moment, table=table, last=last, block=block)
     copied = {
         Moment.LOSS: 0, Moment.LAST_BLOCK: 0 if shape.tied else last, Moment.FIRST_BLOCK: block, Moment.UPDATE: 0,
@@ -282,7 +294,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         unreduced = max(unreduced, trained - reduced)
     return {
         "parameters": -(-trained // mesh.shard.size) * shards + frozen,
-        "gradients": -(-gradients // mesh.shard.size) * shards,
+        "gradients": -(-gradients // mesh.shard.size) * shards + -(-sums // mesh.shard.size) * fp32,
         "optimizer state": int(-(-trained // mesh.shard.size) * state),
         "gathered parameters": _gathered(shape.unit_sizes(mesh.tp.size), shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,

@@ -150,14 +150,15 @@ def _to_host(row: DeviceRow) -> float:
     return row.host_link * row.efficiency.links * 1e9 or math.inf
 
 
-def _update(parameters: float, moved: float, row: DeviceRow, *, on_host: bool, gathers: int) -> float:
+def _update(parameters: float, moved: float, row: DeviceRow, *, on_host: int, gathers: int) -> float:
     """Return the seconds of the update; on the host with copies of gradients, and of shards before each gather.
 
     Args:
         moved: bytes for each parameter.
+        on_host: bytes of each parameter there; 0: it is on the device.
     """
     if on_host and row.is_gpu:
-        return moved * parameters / HOST_MEMORY + 4 * parameters * (1 + gathers) / _to_host(row)
+        return moved * parameters / HOST_MEMORY + on_host * parameters * (1 + gathers) / _to_host(row)
     return moved * parameters / (row.bandwidth * 1e12 * row.efficiency.memory)
 
 
@@ -179,7 +180,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     torch's ``fully_shard``.
     """
     activation, value, tokens, tp = work.settings[ActivationConfig], work.compute_bytes, work.tokens(mesh), mesh.tp.size
-    preference, adapters = work.settings[PreferenceConfig], work.settings[LoraConfig]
+    preference, adapters, optim = work.settings[PreferenceConfig], work.settings[LoraConfig], work.settings[OptimConfig]
     more = preference.dpo and not preference.keeps_reference(adapters)  # the reference's forward pass
     techniques = [member(technique, "traffic") for technique in parallelize.TECHNIQUES]
     traffic = [each(shape, mesh, work) for each in techniques]
@@ -200,8 +201,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     ends = (1 + more) * links.send("all_gather", value * vocabulary, "dp_shard", (1 + more) * work.accumulation)
     ends += links.send("reduce_scatter", REDUCE_BYTES * outside, "dp_shard", work.accumulation)
     replicas = links.send("all_reduce", REDUCE_BYTES * own, "dp_replicate", 1)
-    moved = moved_bytes(shape.specs, work.settings[OptimConfig])
-    update = _matrices(shape, mesh, work.settings[OptimConfig], links, row)
+    moved, update = moved_bytes(shape.specs, optim), _matrices(shape, mesh, optim, links, row)
     forward, backward = block.forward, block.backward(recompute)
     again = preference.dpo + more  # forward passes of the head alone: backward of pairs makes the logits again
     head = (2 * again + (6 if outside else 4)) * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
@@ -223,12 +223,12 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
         offloading = max(0.0, offloading - compute)
     else:
         exposed = gathers * gather + scatter
+    on_host = optim.parameter_bytes if activation.cpu_offload else 0
     parts = {
         "compute": compute,
         "exposed gathers": work.accumulation * (shape.layers * exposed + ends) + replicas,
         **links.waited([sent for each in traffic for sent in each.sent], blocks, hiding),
-        "optimizer": update
-        + _update(own, moved, row, on_host=activation.cpu_offload, gathers=gathers * work.accumulation),
+        "optimizer": update + _update(own, moved, row, on_host=on_host, gathers=gathers * work.accumulation),
         "host": issued,
         "offloading": offloading,
     }

@@ -10,11 +10,9 @@ from smp.memory.host import estimate_host_memory
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.optim.config import OptimConfig
-from smp.optim.optimizers import PARAMETER_BYTES, state_bytes
+from smp.optim.optimizers import state_bytes
 from smp.parallel import lora
 from smp.parallel.activation_checkpoint import waiting_bytes
-
-_FP32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +59,9 @@ def host_bytes(
 
 
 def checkpoint_bytes(shape: ModelShape, work: Workload) -> int:
-    """Predict the bytes of a checkpoint: trained parameters, in fp32, and the state of their optimizer."""
-    each = PARAMETER_BYTES + state_bytes(shape.specs, work.settings[OptimConfig])
+    """Predict the bytes of a checkpoint: trained parameters, and the state of their optimizer."""
+    config = work.settings[OptimConfig]
+    each = config.parameter_bytes + state_bytes(shape.specs, config)
     return int(each * shape.trained(1).parameters)
 
 
@@ -79,7 +78,9 @@ def disk_bytes(
         trained = shape.trained(1).parameters
         merged = shape.frozen_but is not None and work.settings[lora.Config].save_merged_model
         added = trained - shape.own_trained.parameters
-        found["final model"] = _FP32 * (shape.parameters - added if merged else trained)
+        found["final model"] = work.settings[OptimConfig].parameter_bytes * (
+            shape.parameters - added if merged else trained
+        )
     activation = work.settings[ActivationConfig]
     blocks = shape.layers - activation.activation_loading_horizon
     if activation.offload_activations and activation.offload_dir is not None and blocks > 0:

@@ -228,7 +228,7 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
         materialize_(model, torch.device("cpu") if cpu_offload else device)
         _replace_buffers(model, lambda buffer: buffer.to(device))
         model.train()
-        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr, table=table)
+        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr, table=table, seed=config.run.seed)
         _allocate_state(optimizer)
         batch = StepBatch([_faked(each, mode) for each in real.microbatches], mode.from_tensor(real.sample_ids))
         trace = StepTrace(model, optimizer, device, mode, capability)

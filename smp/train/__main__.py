@@ -63,7 +63,7 @@ def run(job: CheckedJob, guard: Guard) -> int:
             load_weights=start.checkpoint is None,
             record=functools.partial(memory.record, step=start.progress.step),
         )
-        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr, table=job.table)
+        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr, table=job.table, seed=config.run.seed)
         seed_everything(config.run.seed, mesh.loss.rank)
         start = search.fill(start, functools.partial(restore_start, job, mesh, model, optimizer))
         guard.refuse_crash_loop(start.progress.step)

@@ -10,12 +10,14 @@ from torch import nn
 
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.remote import RemoteCheckpoint
+from smp.checkpoint.restore import is_script
 from smp.checkpoint.same_model import SCALES, adapter_settings, changes_in_training, check_architecture
 from smp.config import flag_text
 from smp.errors import UserError
 from smp.log import get_logger
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.optim.groups import read_groups
+from smp.optim.optimizers import saved_kind
 from smp.train.arguments import FLAGS
 from smp.train.checked_job import CheckedJob
 from smp.train.state import Start
@@ -40,7 +42,7 @@ _ON_RESUME = {
         rope_scaling_factor rope_scaling_high_freq_factor rope_scaling_low_freq_factor
         rope_scaling_original_max_position_embeddings sliding_window dataset_type max_steps epochs train_batch_size
         gradient_accumulation_steps global_batch_size lora_rank lora_dropout qlora
-        lora_train_tokens lora_modules_to_save optimizer param_groups
+        lora_train_tokens lora_modules_to_save optimizer optimizer_state_dtype param_dtype param_groups
     """,
     TOLD: """
         model model_type initializer_range max_context_width attn_implementation finetune pretrained_model_name
@@ -48,10 +50,10 @@ _ON_RESUME = {
         num_local_experts moe_load_balancing global_token_shuffle train_on chat_template overlong max_samples
         validation_split dataset_name dataset_config_name dataset_split use_synthetic_data synthetic_samples
         training_dir test_dir zipped_data tokenizer_name_or_dir text_document_separator shuffle_data document_mask seed
-        deterministic weight_decay beta1 beta2 adam_eps muon_momentum muon_nesterov
-        muon_adjust_lr muon_dtype grad_clip lr lr_decay_style lr_decay_iters min_lr warmup
-        plateau wsd_decay lr_compat bf16 fp8 fp8_amax_history_len fp8_amax_compute_algo z_loss lora_target_modules
-        adapter_path dpo dpo_beta dpo_label_smoothing dpo_loss nonfinite nonfinite_budget
+        deterministic stochastic_rounding weight_decay beta1 beta2 adam_eps muon_momentum muon_nesterov muon_adjust_lr
+        muon_dtype grad_clip lr lr_decay_style lr_decay_iters min_lr warmup plateau wsd_decay lr_compat bf16 fp8
+        fp8_amax_history_len fp8_amax_compute_algo z_loss lora_target_modules adapter_path dpo dpo_beta
+        dpo_label_smoothing dpo_loss nonfinite nonfinite_budget
     """,
     FREE: """
         summary_first_pdrop use_smp_flash_attn delayed_param moe_all_to_all_dispatcher
@@ -80,9 +82,13 @@ def check_fits(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifest) 
     """Refuse a checkpoint whose values would mean something else in the job's model.
 
     Raises:
-        UserError: it is of another architecture, or its adapters are scaled otherwise than a flag or a file says.
+        UserError: it is of another architecture, of parameters in another dtype, or its adapters are scaled otherwise
+            than a flag or a file says.
     """
     check_architecture(path, saved.model["config"], job.model.hf_config)
+    theirs = saved_kind(saved.run).get("param_dtype", "fp32")
+    if theirs != job.config.optim.param_dtype and not is_script(saved.run):
+        raise UserError(f"checkpoint {path} has its parameters in {theirs}: give --param_dtype {theirs}")
     _saved_values(job, path, saved)
 
 

@@ -28,7 +28,7 @@ from smp.memory.estimate import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
 from smp.models.weight_files import generation_dir_of, stops_of
 from smp.optim.groups import read_groups
-from smp.optim.optimizers import kind_of
+from smp.optim.optimizers import described
 from smp.plan.devices import peak_flops
 from smp.train import history
 from smp.train.adapters import warn_of_base, warn_of_untrained
@@ -143,7 +143,7 @@ def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float |
             "config": job.config.flat(),
             "data": job.train_data.fingerprint,
             "rows": job.train_data.digest,
-            "optimizer": kind_of(job.config.optim),
+            "optimizer": described(job.config.optim),
             "param_groups": [dataclasses.asdict(each) for each in read_groups(job.config.optim.param_groups)] or None,
             "global_batch_size": start.global_batch_size,
             "max_steps": start.max_steps,

@@ -261,9 +261,10 @@ def _dtype_of_files(job: CheckedJob, model: nn.Module | Mapping[str, torch.Tenso
     # Files that one rank alone no longer sees must not let ranks gather differently.
     said = [base_dtypes(tensors, job.model.hf_config, job.model.weights) if job.launch.is_main else {}]
     dist.broadcast_object_list(said)
-    if others := {str(dtype).removeprefix("torch.") for dtype in said[0].values() if dtype != torch.float32}:
+    trained = job.config.optim.param_dtype
+    if others := {str(dtype).removeprefix("torch.") for dtype in said[0].values() if dtype != DTYPES[trained]}:
         names = ", ".join(sorted(others))
-        logger.info("The final model is in %s, as its base; --dtype fp32 would write it as trained.", names)
+        logger.info("The final model is in %s, as its base; --dtype %s would write it as trained.", names, trained)
     return said[0]
 
 

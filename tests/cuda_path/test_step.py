@@ -1,6 +1,7 @@
 """A step on a GPU, on fake CUDA tensors: synchronisations, copies between devices, attention, collectives."""
 
 import pytest
+import torch
 
 from tests.cuda_path.reports import (
     BLOCKS,
@@ -103,6 +104,19 @@ def test_gpt_neox():
     step = steady(report(*GPT_NEOX))
     assert totals(step["collectives"]) == sharded(BLOCKS)
     assert by_file(step["syncs"]) == SYNCS
+
+
+def test_updates_in_bf16_make_the_host_wait_for_nothing_more():
+    plain, moments = report(*LLAMA), report(*LLAMA, "--optimizer_state_dtype", "bf16")
+    low = ("--param_dtype", "bf16")
+    nearest, stochastic = report(*LLAMA, *low, "--stochastic_rounding", "0"), report(*LLAMA, *low)
+    operator = "aten.lerp.Scalar"  # of the plain operations
+    for found in (plain, moments, nearest, stochastic):
+        step = steady(found)
+        assert by_file(step["syncs"]) == SYNCS and step["copies"] == plain["steps"][-1]["copies"]
+        fused = found is not stochastic and (found is not moments or torch.__version__ >= "2.13")
+        assert (operator not in step["operations"]) is fused
+        assert totals(step["collectives"]) == sharded(BLOCKS)
 
 
 def test_documents_go_by_their_lengths():

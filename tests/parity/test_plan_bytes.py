@@ -26,6 +26,7 @@ SELECTIVE, TP2 = ("--activation_checkpointing_mode", "selective"), ("--tensor_pa
 ACCUMULATED = ("--gradient_accumulation_steps", "4")
 CP2 = ("--context_parallel_degree", "2", "--cp_comm_type")
 LORA = ("--lora_rank", "4")
+LOW = ("--bf16", "1", "--param_dtype", "bf16")
 DPO = ("--dpo", "1")
 MUON = ("--optimizer", "muon")
 # Few tokens of a wide model: the update needs most.
@@ -44,6 +45,9 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "hybrid, bf16": (4, "smddp", (*LLAMA, "--hybrid_shard_degree", "2", "--bf16", "1")),
     "tp and sharding": (4, "smddp", (*LLAMA, *TP2, *FULL)),
     "bf16": (2, "smddp", (*LLAMA, *FULL, "--bf16", "1")),
+    "bf16 moments": (2, "gloo", (*LLAMA, *FULL, "--optimizer_state_dtype", "bf16")),
+    "bf16 parameters": (2, "gloo", (*LLAMA, *FULL, *LOW)),
+    "bf16 parameters, tp, accumulation": (4, "smddp", (*LLAMA, *TP2, *FULL, *LOW, *ACCUMULATED)),
     "deferred reduction": (2, "gloo", (*LLAMA, *ZERO2, *ACCUMULATED, "--defer_gradient_sync", "1")),
     "parameters kept": (2, "smddp", (*LLAMA, *FULL, *ACCUMULATED, "--reshard_between_microbatches", "0")),
     "offloading": (2, "gloo", (*LLAMA, *FULL, *OFFLOADED, "--max_context_width", "512")),

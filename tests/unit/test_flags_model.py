@@ -288,6 +288,23 @@ def test_muon():
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(found, 2))
 
 
+@check("optimizer_state_dtype", "param_dtype", "stochastic_rounding")
+def test_dtypes_of_the_update():
+    def dtypes(words):
+        with one_process(["--bf16", 1, *words]) as built:
+            optimizer = build_optimizer(built.model, built.config.optim, lr=1.0)
+            (group, _), (parameter, *_) = optimizer.param_groups, built.model.parameters()
+            moment = optimizer.state_specs(parameter, group)["exp_avg"].dtype
+            return parameter.dtype, moment, "rounding" in group
+
+    fp32, bf16 = torch.float32, torch.bfloat16
+    assert dtypes([]) == (fp32, fp32, False)
+    assert dtypes(["--optimizer_state_dtype", "bf16"]) == (fp32, bf16, False)
+    low = ["--param_dtype", "bf16"]
+    assert dtypes(low) == (bf16, bf16, True)
+    assert dtypes([*low, "--stochastic_rounding", 0, "--optimizer_state_dtype", "fp32"]) == (bf16, fp32, False)
+
+
 # flag -> (value, style, step whose rate changes, expected rate); the schedule's numbers: test_lr_schedule.py.
 RATES: dict[str, tuple[object, str, int, float]] = {
     "lr": (0.5, "constant", 50, 0.5),

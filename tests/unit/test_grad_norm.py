@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from smp.errors import UserError
+from smp.parallel import grad_norm
 from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.sharding import set_gradient_sync
 from tests.distributed import run_distributed
@@ -49,6 +50,19 @@ def test_no_bound_only_measures(bound):
     parameter.grad = torch.tensor([3.0, 4.0])
     assert clip_grad_norm_([parameter], bound) == 5
     assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+def test_gradients_in_bf16_are_scaled_in_fp32(monkeypatch):
+    monkeypatch.setattr(grad_norm, "_SCALED", 7)
+    gradients = [torch.randn(shape, dtype=torch.bfloat16) for shape in ((5, 3), (4,), (), (0, 3))]
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    norm = torch.cat([gradient.float().flatten() for gradient in gradients]).norm()
+    scale = 0.37 / (clip_grad_norm_(parameters, 0.37) + 1e-6)
+    assert abs(scale - 0.37 / norm) < 1e-6
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert torch.equal(parameter.grad, (gradient.float() * scale).bfloat16())
 
 
 def test_no_gradient_is_zero():

@@ -25,7 +25,9 @@ from smp.memory.limits import CONTEXT_BYTES, agree_on_memory, available_memory
 from smp.memory.shape import Moment, Workload, model_shape
 from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
+from smp.optim.config import OptimConfig
 from smp.parallel import lora, parallelize
+from smp.plan.cost import checkpoint_bytes
 from smp.train import checked_job, dry_run
 from smp.train.dry_run import report, sharded_parameters
 from smp.units import GIB
@@ -53,6 +55,23 @@ def test_states_follow_from_the_parameter_count():
     assert needed["parameters"] == needed["gradients"] == share and needed["optimizer state"] == 2 * share
     assert at(Moment.LAST_BLOCK, shape, lay_out(1, 64), WORK)["gathered parameters"] == 2 * shape.block * 2
     assert at(Moment.LOSS, shape, lay_out(1, 64), WORK)["logits and loss"] == 3 * 2 * 4096 * 32000 * 4
+
+
+def test_states_in_bf16_take_two_bytes_and_sums_of_gradients_four():
+    _, shape = shape_of("llama3_8b")
+    share, mesh = shape.parameters // 8, lay_out(1, 8)
+    for optim, accumulation, expected in (
+        (OptimConfig(optimizer_state_dtype="bf16"), 1, (4, 4, 4)),
+        (OptimConfig(param_dtype="bf16"), 1, (2, 2, 4)),
+        (OptimConfig(param_dtype="bf16"), 2, (2, 6, 4)),  # also the zeros that a reduction leaves
+    ):
+        work = dataclasses.replace(WORK, settings=Settings((*WHOLE_LOGITS.sections, optim)), accumulation=accumulation)
+        needed = at(Moment.EMBEDDING, shape, mesh, work)
+        found = tuple(needed[name] / share for name in ("parameters", "gradients", "optimizer state"))
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert at(Moment.UPDATE, shape, mesh, work)["gradients"] / share == pytest.approx(optim.parameter_bytes)
+        # A checkpoint has parameters and moments.
+        assert checkpoint_bytes(shape, work) == shape.parameters * (expected[0] + expected[2])
 
 
 def test_a_frozen_model_takes_the_bytes_that_are_computed_with():
