@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
-from smp.mesh import local_part
+from smp.local_shards import local_part
 from smp.models.added import Encoded, added_parameters, encoded_parameters, trained_parameters
 from smp.models.file_names import parameters_of
 from smp.models.init_rules import InitRule, Step

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from smp.axes import AXES, Axis, check_folded, check_inside, check_multiplied, divisors, folds, listed, split_degrees
 from smp.config import AUTO, ParallelConfig, ShardingStrategy
@@ -400,14 +398,3 @@ def keep_timeout(groups: list[dist.ProcessGroup], device_type: str) -> None:
     if limit is not None:  # the fake backend has none
         for group in groups:
             dist.distributed_c10d._set_pg_timeout(limit, group)
-
-
-def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's shard of a tensor, and the index of its first element in the full tensor."""
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.ndim
-    local = tensor.to_local()
-    if not local.numel():
-        return local, (0,) * tensor.ndim
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return local, tuple(offsets)

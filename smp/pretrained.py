@@ -15,7 +15,7 @@ from torch import nn
 
 from smp.delayed_init import fill_encoded_, initialize_parameter_, values_rule
 from smp.errors import ConfigError, UserError
-from smp.mesh import local_part
+from smp.local_shards import local_part
 from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
 from smp.models.file_keys import FileKey, whole

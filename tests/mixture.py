@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from smp.config import ParallelConfig, Settings
+from smp.local_shards import local_tensor
 from smp.models.added import AddedParameter
 from smp.models.family import Family
 from smp.models.init_rules import drawn
-from smp.parallel.linear import local_tensor
 from smp.parallel.technique import Parameters, Setup, model_blocks
 
 Config = ParallelConfig

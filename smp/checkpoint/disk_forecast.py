@@ -14,9 +14,9 @@ from torch import nn
 from smp.checkpoint.directory import disk_free, nearest_existing
 from smp.checkpoint.safetensors_io import reason
 from smp.errors import UserError
+from smp.local_shards import local_tensor
 from smp.models.added import left_out
 from smp.models.file_names import parameters_of
-from smp.optim.entry import local_tensor
 from smp.optim.optimizers import expected_specs
 from smp.units import readable
 

@@ -33,8 +33,8 @@ from smp.checkpoint.storage import Storage
 from smp.checkpoint.tagged_json import decode
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
+from smp.local_shards import local_part
 from smp.log import get_logger
-from smp.mesh import local_part
 from smp.optim.entry import StateSpec
 from smp.optim.optimizers import (
     MixedOptimizer,

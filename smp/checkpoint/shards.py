@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.safetensors_io import Piece
-from smp.mesh import local_part
+from smp.local_shards import local_part
 
 
 def rng_tensors(rank: int) -> dict[str, torch.Tensor]:

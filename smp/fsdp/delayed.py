@@ -17,12 +17,12 @@ from smp.delayed_init import first_ranks_seed, initialize_parameter_
 from smp.errors import UserError
 from smp.fsdp.materialize import own_tensors
 from smp.fsdp.meshes import random_seed
+from smp.local_shards import local_tensor
 from smp.log import get_logger
 from smp.mesh import served_device_type
 from smp.models.init_rules import InitRule
 from smp.models.registry import tie_on_meta
 from smp.models.twin import init_rules
-from smp.parallel.linear import local_tensor
 
 _logger = get_logger("smp.fsdp")
 

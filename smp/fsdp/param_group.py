@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
-from smp.parallel.linear import local_tensor
+from smp.local_shards import local_tensor
 
 # Kept on torch's record of a parameter: the parameter and its storage, as they were when last looked at, and the
 # gradient that it showed after a backward without reduction.

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from smp.local_shards import local_gradient, local_tensor
 from smp.mesh import Mesh
 from smp.models.parameters import ParameterSpec, ParameterTable
 from smp.optim.config import OptimConfig, torch_dtype
-from smp.optim.entry import StateSpec, local_tensor
+from smp.optim.entry import StateSpec
 from smp.optim.rounding import random_bits, round_stochastically
 
 NAME = "adamw"
@@ -89,7 +90,7 @@ def _update_fused(
     beta1, beta2 = group["betas"]
     adamw(
         [local_tensor(parameter) for parameter in parameters],
-        [local_tensor(parameter.grad) for parameter in parameters],
+        [local_gradient(parameter) for parameter in parameters],
         [local_tensor(each["exp_avg"]) for each in states],
         [local_tensor(each["exp_avg_sq"]) for each in states],
         [],
@@ -126,9 +127,7 @@ def _update_plain(
     rate = lr / (1 - beta1 ** step.double())
     root = (1 - beta2 ** step.double()).sqrt()
     moments = (local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"]))
-    for start, value, gradient, mean, square in _chunks(
-        local_tensor(parameter), local_tensor(parameter.grad), *moments
-    ):
+    for start, value, gradient, mean, square in _chunks(local_tensor(parameter), local_gradient(parameter), *moments):
         wide = torch.promote_types(value.dtype, torch.float32)
         gradient = gradient.to(wide)
         new_mean = mean.to(wide).lerp(gradient, 1 - beta1)

@@ -17,10 +17,11 @@ from torch import nn
 
 from smp.axes import divisors
 from smp.errors import UserError
+from smp.local_shards import local_gradient, local_tensor
 from smp.mesh import Mesh
 from smp.models.parameters import ParameterSpec, ParameterTable
 from smp.optim.config import OptimConfig
-from smp.optim.entry import StateSpec, local_tensor
+from smp.optim.entry import StateSpec
 
 NAME = "adamw_8bit"
 BLOCK = 256
@@ -188,7 +189,7 @@ def _rows(
     codes, scales, codes_sq, scales_sq = (
         each.view(count, width) for each, width in zip(moments, (BLOCK, 1, BLOCK, 1), strict=True)
     )
-    gradients = local_tensor(parameter.grad).reshape(count, BLOCK)
+    gradients = local_gradient(parameter).reshape(count, BLOCK)
     correction, correction_sq = (each.expand(count, 1) for each in corrections)
     values = values.view(count, BLOCK)
     return Rows(values, codes, scales, codes_sq, scales_sq, gradients, correction, correction_sq)

@@ -8,16 +8,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from smp.mesh import Mesh
 from smp.models.parameters import ParameterSpec, ParameterTable
 from smp.optim.config import OptimConfig
-
-
-def local_tensor(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a DTensor; others as they are."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class StateSpec(NamedTuple):

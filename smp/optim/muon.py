@@ -27,10 +27,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.local_shards import local_gradient, local_tensor
 from smp.mesh import Mesh
 from smp.models.parameters import ParameterSpec, ParameterTable
 from smp.optim.config import OptimConfig
-from smp.optim.entry import StateSpec, local_tensor
+from smp.optim.entry import StateSpec
 
 NAME = "muon"
 STEPS, COEFFICIENTS, EPSILON = 5, (3.4445, -4.7750, 2.0315), 1e-7  # as torch's defaults
@@ -265,7 +266,7 @@ class _Member(NamedTuple):
 
 def _averaged(member: _Member, group: Mapping[str, Any], skip: torch.Tensor | None) -> torch.Tensor:
     """Update the momentum and return what is orthogonalised, a new tensor; of this rank's shard."""
-    gradient, buffer = local_tensor(member.parameter.grad), local_tensor(member.state["momentum_buffer"])
+    gradient, buffer = local_gradient(member.parameter), local_tensor(member.state["momentum_buffer"])
     momentum = buffer.lerp(gradient, 1 - group["momentum"])
     found = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
     _write(buffer, momentum, skip)

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, zeros
 
 from smp.errors import UserError
-from smp.mesh import Mesh, local_part
+from smp.local_shards import local_part
+from smp.mesh import Mesh
 from smp.models.file_names import parameters_of
 from smp.models.parameters import ParameterSpec, ParameterTable, parameter_table
 from smp.optim import adamw, adamw_8bit, muon

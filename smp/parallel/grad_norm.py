@@ -14,8 +14,8 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
+from smp.local_shards import local_tensor
 from smp.parallel.gradient_sum import sum_of
-from smp.parallel.linear import local_tensor
 from smp.parallel.sharding import fsdp_modules
 
 _SCALED = 1 << 24  # elements at a time, of narrow gradients

@@ -19,15 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.fx.traceback import annotate, get_current_meta
 
 from smp.errors import UserError, a_type
+from smp.local_shards import local_tensor
 from smp.models.projection import is_transposed
 
 _PRODUCT, _TRACED = "_smp_product", "smp_product"
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
-
-
-def local_tensor(tensor: T) -> T:
-    """Return the local tensor of a DTensor, through which gradients flow back; others as they are."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def by_rows(layer: nn.Module, weight: T) -> T:

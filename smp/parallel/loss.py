@@ -11,6 +11,7 @@ from torch import nn
 
 from smp.config import LossConfig
 from smp.errors import UserError
+from smp.local_shards import local_tensor
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
@@ -18,7 +19,7 @@ from smp.models.family import LogitTransform
 from smp.models.logits import find_logits
 from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
-from smp.parallel.linear import PLAIN, local_tensor, product_of
+from smp.parallel.linear import PLAIN, product_of
 from smp.parallel.linear_loss import CHUNK_TOKENS, HEAD_ROWS, SplitHead, check_chunk, linear_cross_entropy
 from smp.parallel.microbatch import Microbatch, to_device
 from smp.parallel.refusals import require_uncompiled

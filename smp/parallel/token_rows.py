@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp.parallel.linear import local_tensor
+from smp.local_shards import local_tensor
 
 ROWS = "trained_tokens"  # name of the parameter, (tokens, hidden)
 _MARK = "_smp_token_rows"

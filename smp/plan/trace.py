@@ -24,12 +24,12 @@ from smp.config import ActivationConfig
 from smp.data.data_pipeline import StepBatch
 from smp.data.sampler import step_positions
 from smp.delayed_init import build_on_meta, materialize_
+from smp.local_shards import local_tensor
 from smp.loss import IGNORE_INDEX
 from smp.memory.categories import ACTIVATIONS, OTHER
 from smp.mesh import Mesh
 from smp.models.registry import build_model
 from smp.optim.optimizers import build_optimizer
-from smp.parallel.linear import local_tensor
 from smp.parallel.microbatch import Microbatch
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import model_blocks

@@ -6,12 +6,13 @@ import json
 
 import torch
 
+from smp.local_shards import local_tensor
 from smp.memory.estimate import estimate_memory
 from smp.memory.shape import Workload
 from smp.mesh import lay_out
 from smp.optim import optimizers
 from smp.optim.config import OptimConfig
-from smp.optim.entry import StateSpec, local_tensor
+from smp.optim.entry import StateSpec
 from smp.parallel.parallelize import settings_of, shape_of
 from tests.flags import SYNTHETIC, plan_of
 from tests.job import LLAMA, run_job
@@ -58,7 +59,7 @@ def test_it_is_trained_and_resumed_by_its_kind_alone(tmp_path):
     for file in once.glob("*.safetensors"):
         assert file.read_bytes() == (twice / file.name).read_bytes()
     manifest = json.loads((twice / "manifest.json").read_text())
-    assert manifest["run"]["optimizer"] == {"optimizer": "lion"}
+    assert manifest["run"]["optimizer"] == {"optimizer": "lion", "optimizer_state_dtype": "fp32", "param_dtype": "fp32"}
     assert {name.split(".")[1] for name in manifest["tensors"] if name.startswith("optim.")} == {"exp_avg"}
     refused = run_job(*WORDS, "--output_dir", tmp_path / "run", "--max_steps", 6, *resume, world_size=2)
     assert refused.statuses == [2, 2]

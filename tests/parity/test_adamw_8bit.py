@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.restore import restore
 from smp.config import ActivationConfig
-from smp.delayed_init import local_part
+from smp.local_shards import local_part
 from smp.mesh import lay_out
 from smp.models.parameters import parameter_table
 from smp.models.registry import family_of

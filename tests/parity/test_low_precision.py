@@ -15,7 +15,7 @@ from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.restore import restore
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.errors import UserError
-from smp.mesh import local_part
+from smp.local_shards import local_part
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import family_of
 from smp.optim.config import OptimConfig

@@ -14,7 +14,7 @@ import transformers  # noqa: F401  imported before the ranks are forked
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
-from smp.delayed_init import local_part
+from smp.local_shards import local_part
 from smp.models.registry import family_of
 from smp.optim import muon
 from smp.optim.config import OptimConfig

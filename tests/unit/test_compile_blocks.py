@@ -15,11 +15,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from smp.config import ActivationConfig, Settings
 from smp.errors import RunError, UserError
+from smp.local_shards import local_tensor
 from smp.memory.profile import profile_memory
 from smp.mesh import lay_out
 from smp.models.registry import family_of
 from smp.parallel import activation_checkpoint, compile_blocks, lora, parallelize
-from smp.parallel.linear import local_tensor
 from smp.parallel.technique import Setup
 from tests.distributed import run_distributed
 from tests.reference import INDUCTOR, Layout, build_reference, global_batch, rank_batch, relative, setup_of, tiny_config

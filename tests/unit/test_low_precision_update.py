@@ -10,7 +10,15 @@ from smp.mesh import lay_out
 from smp.models.parameters import ParameterSpec, ParameterTable
 from smp.optim import adamw
 from smp.optim.config import OptimConfig
-from smp.optim.optimizers import build_optimizer, kind_of, kind_text, moved_bytes, saved_kind, state_bytes
+from smp.optim.optimizers import (
+    build_optimizer,
+    find_problems,
+    kind_of,
+    kind_text,
+    moved_bytes,
+    saved_kind,
+    state_bytes,
+)
 from smp.optim.rounding import parameter_key, random_bits, round_stochastically
 from tests.reference import build_reference
 
@@ -149,8 +157,10 @@ def test_what_does_not_go_together_is_refused():
         with pytest.raises(ConfigError, match=r"--beta2 0.999 changes a mean by less .* give at most 0.996"):
             OptimConfig(beta2=0.999, **flags)
     OptimConfig(beta2=0.996, optimizer_state_dtype="bf16")
-    with pytest.raises(ConfigError, match="--param_dtype bf16 is updated by --optimizer adamw alone, got other"):
-        OptimConfig(param_dtype="bf16", optimizer="other")
+    table = ParameterTable((ParameterSpec("model.layers.0.mlp.up_proj.weight", (256, 256), 0, "matrix"),))
+    for name in ("muon", "adamw_8bit"):
+        (said,) = find_problems(table, lay_out(), OptimConfig(param_dtype="bf16", optimizer=name))
+        assert f"updated by adamw alone, and {name} updates model.layers.0.mlp.up_proj.weight" in said
 
 
 def test_a_checkpoint_says_of_what_dtypes_its_state_is():

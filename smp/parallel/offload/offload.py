@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from smp.errors import UserError
+from smp.local_shards import local_tensor
 from smp.log import get_logger
-from smp.parallel.linear import local_tensor
 from smp.parallel.offload.stores import Store, Stored
 
 logger = get_logger(__name__)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
 
-from smp.parallel.linear import local_tensor
+from smp.local_shards import local_tensor
 from smp.parallel.tensor.group import TPGroup
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from smp.errors import UserError
+from smp.local_shards import local_tensor
 from smp.loss import check_ids
-from smp.parallel.linear import PLAIN, Linears, Product, by_rows, linear, local_tensor, product_of, product_of_call
+from smp.parallel.linear import PLAIN, Linears, Product, by_rows, linear, product_of, product_of_call
 from smp.parallel.tensor.functions import (
     GatherTokens,
     ReducePartial,
