@@ -68,13 +68,17 @@ def shard_model(
     reduced = param_dtype is not None and param_dtype != torch.float32
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype if reduced else None,
+        # The sum over ranks in bf16 would depend on how many there are: no two layouts would train alike.
         reduce_dtype=torch.float32 if reduced else None,
+        # Positions, masks and chosen tokens are inputs too; a cast would take digits from those that count.
         cast_forward_inputs=False,
     )
     # Memory is pinned for copies to a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     *units, root = with_views(model, [*units, Unit([model], reshard=False)])
     for unit in (each for outer in (*units, root) for each in (*outer.inside, outer)):  # those inside first
+        # [Note: units inside of units] fully_shard leaves to a later, outer call what an earlier one has sharded. The
+        # other way round the outer unit would own the parameters, over the wrong mesh, and the inner one none.
         over, modules = mesh.fsdp_mesh_of(unit.axis), unit.modules
         group = over.get_group(over.ndim - 1)
         place = functools.partial(placement, ranks=1 if unit.axis is None else group.size())
@@ -82,6 +86,7 @@ def shard_model(
             modules if len(modules) > 1 else modules[0], mesh=over, reshard_after_forward=unit.reshard,
             mp_policy=policy, shard_placement_fn=place, offload_policy=offload,
         )  # fmt: skip
+        # The gradient of a look-up reads no weights: without this backward would gather the table to free it again.
         unit.first.set_unshard_in_backward(unit.in_backward)
         for module in cast(list[FSDPModule], modules):
             # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
@@ -90,8 +95,10 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
             if rounds_once:
                 sum_gradients(module)
+            # By module, as its parameter group has the buffers; over the group of the last dimension, the shards.
             install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
     _set_prefetch(units, parallel)
+    # What clips, logs or wraps the gradients later must know whether they are sums: a factor of all ranks is at stake.
     setattr(model, _SUMMED, True)
     return model
 
@@ -143,6 +150,7 @@ def install_collectives(
         group: ranks that its parameters are sharded over.
         shared_buffers: with backend smddp, use memory that the host's ranks share.
     """
+    # A unit without parameters of its own, as a root of which every child is a unit, has no group.
     if (parameters := cast(Any, module)._get_fsdp_state()._fsdp_param_group) is not None:
         for name in ("unshard", "wait_for_unshard"):
             setattr(parameters, name, _outside_inference_mode(getattr(parameters, name)))
@@ -202,6 +210,8 @@ def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool, keep: bool =
     if defer:
         root.set_requires_gradient_sync(last)
     else:
+        # The reduced shards of earlier micro-batches wait in the group for the last one's all-reduce over replicas: a
+        # step must end with last=True, or the next one would begin with them.
         root.set_requires_all_reduce(last)
     if keep:
         root.set_reshard_after_backward(last)
@@ -247,6 +257,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
         UserError: a defect of smp has untied the head from the embedding.
     """
     mesh, parallel = setup.mesh, setup.settings[Config]
+    # A tied weight in two units becomes two parameters, which then train apart: structural, not bookkeeping.
     before = sum(1 for _ in model.parameters())
     units = _units(model, setup.family, parallel, reshard=mesh.reshard_after_forward)
     if not parallel.reshard_between_microbatches:
