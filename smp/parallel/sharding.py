@@ -210,7 +210,7 @@ def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool, keep: bool =
     if defer:
         root.set_requires_gradient_sync(last)
     else:
-        # With replicas the reduced shards of earlier micro-batches wait in the group for the last one's all-reduce over replicas: a
+        # With replicas the reduced shards of earlier micro-batches wait in the group for the last one's all-reduce: a
         # step must end with last=True, or the next one would begin with them.
         root.set_requires_all_reduce(last)
     if keep:
