@@ -187,6 +187,13 @@ class MixedOptimizer(torch.optim.Optimizer):
         specs = self.state_specs(parameter, group)
         return {key: empty_state(parameter, spec, on_device=True) for key, spec in specs.items()}
 
+    @staticmethod
+    def _process_value_according_to_param_policy(
+        param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list[dict[Any, Any]], key: Any = None
+    ) -> torch.Tensor:
+        """Keep the dtype of a state that is loaded: torch's optimizers give it the parameter's."""
+        return value.to(param.device)
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, skip: torch.Tensor | None = None

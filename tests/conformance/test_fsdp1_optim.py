@@ -19,6 +19,8 @@ from torch.distributed.optim import _NamedOptimizer
 import smp
 from smp import FSDP, DelayedParamIniter
 from smp.errors import UserError
+from smp.optim.config import OptimConfig
+from smp.optim.optimizers import build_optimizer
 from tests import fsdp1
 from tests.distributed import run_distributed
 from tests.reference import build_reference
@@ -372,3 +374,21 @@ def _made_before_parallelize(degrees):
 @pytest.mark.parametrize("degrees", [{"hybrid_shard_degree": 2}, {"tensor_parallel_degree": 2}])
 def test_an_optimizer_made_before_parallelize(degrees):
     run_distributed(_made_before_parallelize, degrees, world_size=2, timeout=60)
+
+
+def _of_entries():
+    """State of a job's optimizers: momentum alone, moments of another dtype."""
+    for config in (OptimConfig(optimizer="muon"), OptimConfig(optimizer_state_dtype="bf16")):
+        model, again = layers(), layers(seed=1)
+        optimizer, fresh = (build_optimizer(each, config, lr=1e-2) for each in (model, again))
+        train(model, optimizer, range(2))
+        full = FSDP.optim_state_dict(model, optimizer)
+        again.load_state_dict(model.state_dict())
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(again, fresh, full))
+        same_state(FSDP.optim_state_dict(again, fresh), full)
+        wanted = train(model, optimizer, range(2, 4))
+        assert fsdp1.worst(train(again, fresh, range(2, 4)), wanted) == 0
+
+
+def test_states_of_a_jobs_optimizers():
+    run_distributed(_of_entries, world_size=2)
