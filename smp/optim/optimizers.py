@@ -191,8 +191,8 @@ class MixedOptimizer(torch.optim.Optimizer):
     def _process_value_according_to_param_policy(
         param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list[dict[Any, Any]], key: Any = None
     ) -> torch.Tensor:
-        """Keep the dtype of a state that is loaded: torch's optimizers give it the parameter's."""
-        return value.to(param.device)
+        """Keep the dtype of a state that is loaded, in a copy: torch's optimizers give it the parameter's."""
+        return value.to(param.device, copy=True)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
