@@ -187,12 +187,13 @@ class MixedOptimizer(torch.optim.Optimizer):
         specs = self.state_specs(parameter, group)
         return {key: empty_state(parameter, spec, on_device=True) for key, spec in specs.items()}
 
-    @staticmethod
-    def _process_value_according_to_param_policy(
-        param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list[dict[Any, Any]], key: Any = None
-    ) -> torch.Tensor:
-        """Keep the dtype of a state that is loaded, in a copy: torch's optimizers give it the parameter's."""
-        return value.to(param.device, copy=True)
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state as torch's optimizers do, which give it the parameters' dtype, and give it its own again."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                specs, state = self.state_specs(parameter, group), self.state.get(parameter, {})
+                state.update({key: value.to(specs[key].dtype) for key, value in state.items()})
 
     @torch.no_grad()
     def step(  # type: ignore[override]
