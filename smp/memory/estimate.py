@@ -12,8 +12,7 @@ from smp.memory.categories import CATEGORIES
 from smp.memory.limits import CONTEXT_BYTES
 from smp.memory.shape import ModelShape, Moment, Workload, block_bytes
 from smp.mesh import Mesh
-from smp.optim.config import OptimConfig
-from smp.optim.optimizers import PARAMETER_BYTES, state_bytes
+from smp.optim.optimizers import PARAMETER_BYTES
 from smp.parallel import parallelize
 from smp.parallel.technique import member
 from smp.units import GIB
@@ -50,8 +49,8 @@ def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         needed |= dict.fromkeys(("gradients", "optimizer state", "gradients before reduction"), 0)
         needed["activations"] = min(needed["activations"], sum(block_bytes(shape, mesh, work)))
     if work.checkpoint_copy:
-        each = state_bytes(shape.specs, work.settings[OptimConfig])
-        needed["checkpoint copy"] = int(needed["optimizer state"] * (1 + PARAMETER_BYTES / each))
+        trained = -(-shape.trained(mesh.tp.size).parameters // mesh.shard.size)
+        needed["checkpoint copy"] = needed["optimizer state"] + PARAMETER_BYTES * trained
     share = work.unused_heap if work.device_type == "cpu" else 1 / _FILLED - 1
     unused = {free_blocks(work): int(share * sum(needed.values()))} if share else {}
     return {**needed, **unused, "process": process_bytes(mesh, work.device_type)}
