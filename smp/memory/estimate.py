@@ -49,8 +49,8 @@ def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         needed |= dict.fromkeys(("gradients", "optimizer state", "gradients before reduction"), 0)
         needed["activations"] = min(needed["activations"], sum(block_bytes(shape, mesh, work)))
     if work.checkpoint_copy:
-        trained = -(-shape.trained(mesh.tp.size).parameters // mesh.shard.size)
-        needed["checkpoint copy"] = needed["optimizer state"] + PARAMETER_BYTES * trained
+        trained = shape.trained(mesh.tp.size).parameters
+        needed["checkpoint copy"] = needed["optimizer state"] + PARAMETER_BYTES * -(-trained // mesh.shard.size)
     share = work.unused_heap if work.device_type == "cpu" else 1 / _FILLED - 1
     unused = {free_blocks(work): int(share * sum(needed.values()))} if share else {}
     return {**needed, **unused, "process": process_bytes(mesh, work.device_type)}

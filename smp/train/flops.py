@@ -49,7 +49,7 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
     """
     twin = twin_of(hf_config)
     table = table or twin.table
-    first = {id(parameter): name for name, parameter in twin.model.named_parameters()}  # by which the table has a tied one
+    first = {id(parameter): name for name, parameter in twin.model.named_parameters()}  # the table has a tied one once
     sizes = ((module._parameters.get("weight"), projection_size(module)) for module in twin.model.modules())
     weights = [(first[id(weight)], size[0] * size[1]) for weight, size in sizes if size is not None]
     count, with_gradient = sum(size for _, size in weights), {spec.name for spec in table.trained}
