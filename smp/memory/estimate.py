@@ -13,7 +13,6 @@ from smp.memory.limits import CONTEXT_BYTES
 from smp.memory.shape import ModelShape, Moment, Workload, block_bytes
 from smp.mesh import Mesh
 from smp.optim.config import OptimConfig
-from smp.optim.optimizers import state_bytes
 from smp.parallel import parallelize
 from smp.parallel.technique import member
 from smp.units import GIB
@@ -50,9 +49,8 @@ def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         needed |= dict.fromkeys(("gradients", "optimizer state", "gradients before reduction"), 0)
         needed["activations"] = min(needed["activations"], sum(block_bytes(shape, mesh, work)))
     if work.checkpoint_copy:
-        config = work.settings[OptimConfig]
-        each = config.parameter_bytes / state_bytes(shape.specs, config)
-        needed["checkpoint copy"] = int(needed["optimizer state"] * (1 + each))
+        trained, each = shape.trained(mesh.tp.size).parameters, work.settings[OptimConfig].parameter_bytes
+        needed["checkpoint copy"] = needed["optimizer state"] + each * -(-trained // mesh.shard.size)
     share = work.unused_heap if work.device_type == "cpu" else 1 / _FILLED - 1
     unused = {free_blocks(work): int(share * sum(needed.values()))} if share else {}
     return {**needed, **unused, "process": process_bytes(mesh, work.device_type)}

@@ -73,7 +73,9 @@ def twin_of(hf_config: Any, attn_implementation: str | None = None, *, seed: int
     found = _twins.get(key)
     if found is None or (seed is not None and found.recorded.seed not in (None, seed)):
         build = functools.partial(build_model, hf_config, attn_implementation=attn_implementation)
-        recorded = record_rules(build, seed=seed or 0)
+        # Whatever device the caller's context has: on its meta device, values that rules copy would be lost for all.
+        with torch.device("cpu"):
+            recorded = record_rules(build, seed=seed or 0)
         for module in recorded.model.modules():  # whose values are known by now
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to("meta")

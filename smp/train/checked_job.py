@@ -36,11 +36,6 @@ from smp.train.dry_run import (
 from smp.train.job import Job, check_global_batch, planned_batch, refuse_too_large
 from smp.train.output_paths import check_output, storages_of
 
-# Of settings that are auto, in the order in which they are chosen.
-
-# Each rank lists a step's samples.
-MAX_BATCH = 2**24
-
 
 @dataclasses.dataclass(frozen=True)
 class CheckedJob(Job):
@@ -128,7 +123,8 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
     if config.data.evaluate_only:
         attempt(optimizers.entry_named, config.optim.optimizer)
     elif not misfits:
-        misfits += attempt(optimizers.find_problems, job.table, job.mesh, config.optim, here=here) or []
+        # Inside the attempt, as the table refuses adapters of layers that the model does not have.
+        misfits += attempt(lambda: optimizers.find_problems(job.table, job.mesh, config.optim, here=here)) or []
     problems += misfits
     if config.data.keeps_apart:
         attempt(check_documents, model.hf_config, model.sequence_length)

@@ -49,15 +49,16 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
     """
     twin = twin_of(hf_config)
     table = table or twin.table
-    sizes = {f"{path}.weight": projection_size(module) for path, module in twin.model.named_modules()}
-    weights = {name: size for name, size in sizes.items() if size is not None}
-    count = sum(inputs * outputs for inputs, outputs in weights.values())
-    if all(spec.trained for spec in table):
+    first = {id(parameter): name for name, parameter in twin.model.named_parameters()}  # the table has a tied one once
+    sizes = ((module._parameters.get("weight"), projection_size(module)) for module in twin.model.modules())
+    weights = [(first[id(weight)], size[0] * size[1]) for weight, size in sizes if size is not None]
+    count, with_gradient = sum(size for _, size in weights), {spec.name for spec in table.trained}
+    own = sum(size for name, size in weights if name in with_gradient)
+    if own == count:
         products, counted = 6 * count, f"6 x {count} matmul weights (head included, embedding not)"
     else:
         trained = table.count(lambda spec: spec.added)
-        own = table.count(lambda spec: spec.trained and spec.name in weights)  # whose gradient is a product
-        products = 4 * count + 6 * trained + 2 * own
+        products = 4 * count + 6 * trained + 2 * own  # a weight's gradient is a product
         counted = f"4 x {count} frozen matmul weights (head included, embedding not) + 6 x {trained} trained ones"
         counted += f" + 2 x {own} of the head" if own else ""
     attention, heads = _attention_layers(hf_config), getattr(hf_config, "num_attention_heads", None) or 1

@@ -76,3 +76,21 @@ def test_its_bytes_are_planned(tmp_path, monkeypatch):
         states.append(estimate_memory(shape, lay_out(1, 2), work)["optimizer state"])
         assert optimizers.moved_bytes(shape.specs, OptimConfig(optimizer=name)) == {"adamw": 44, "lion": 36}[name]
     assert states[0] == 2 * states[1] > 0
+
+
+class Sign(Lion):
+    """Without state."""
+
+    NAME = "sign"
+
+    def state(self, shape, dtype, config):
+        return {}
+
+
+def test_a_checkpoint_of_one_without_state_is_its_parameters(tmp_path, monkeypatch):
+    monkeypatch.setattr(optimizers, "OPTIMIZERS", [*optimizers.OPTIMIZERS, Sign()])
+    job = plan_of([*LLAMA], tmp_path)
+    settings = settings_of({**job.config.flat(), "optimizer": "sign"})
+    work = Workload(32, 1, 4, settings, device_type="cpu", checkpoint_copy=True)
+    needed = estimate_memory(shape_of(job.model, settings), lay_out(1, 2), work)
+    assert needed["checkpoint copy"] == needed["parameters"] and not needed["optimizer state"]

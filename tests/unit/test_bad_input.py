@@ -271,6 +271,11 @@ def test_a_file_of_settings_that_cannot_be_read_is_all_that_is_said(content, tmp
     expect(found, "^--config .*run.yaml", "^unknown flag --lrr")
 
 
+def test_adapters_of_no_layer_are_refused_with_the_rest(refused):
+    words = [*LLAMA, *SYNTHETIC, "--lora_rank", 2, "--lora_target_modules", "nope", "--train_batch_size", 0]
+    expect(refused(*words), "--train_batch_size must be", "--lora_target_modules nope is the end of no linear layer")
+
+
 def test_an_output_directory_below_a_file(refused, tmp_path):
     (tmp_path / "file").write_text("mine")
     expect(refused(*LLAMA, *SYNTHETIC, "--output_dir", tmp_path / "file" / "run"), "cannot be written .*choose another")

@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
+    RoFormerConfig,
 )
 
 from smp.config import Settings
@@ -33,6 +34,8 @@ CONFIGS = {
     "gpt2": GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=96, bos_token_id=0, eos_token_id=0),
     "qwen3": Qwen3Config(**TINY, intermediate_size=88, num_key_value_heads=2, head_dim=16),
     "gemma3": Gemma3TextConfig(**TINY, intermediate_size=88, num_key_value_heads=2, head_dim=16, sliding_window=8),
+    # Positions that have no gradient, and a tied head.
+    "roformer": RoFormerConfig(**TINY, intermediate_size=88, is_decoder=True),
 }
 
 

@@ -13,6 +13,7 @@ from smp import delayed_init
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import UserError
 from smp.models.init_rules import record_rules
+from smp.models.twin import init_rules, twin_of
 from tests.distributed import run_distributed
 
 SMALL = {
@@ -140,3 +141,10 @@ def test_truncated_normal_values_stay_in_their_range():
 def test_values_that_no_shard_can_draw_alone_are_refused(fill, reason):
     with pytest.raises(UserError, match=rf"parameter weight .*{reason}.*pretrained weights"):
         filled(holder(fill))
+
+
+def test_the_rules_are_those_of_a_model_with_values_whatever_device_the_first_caller_has():
+    config = CONFIG_MAPPING["mamba"](**{**SMALL, **TYPES["mamba"], "vocab_size": 83})
+    with torch.device("meta"):
+        twin_of(config)
+    assert init_rules(config, seed=0)("backbone.layers.0.mixer.A_log").steps  # else refused
