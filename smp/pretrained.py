@@ -18,7 +18,7 @@ from smp.errors import ConfigError, UserError
 from smp.local_shards import local_part
 from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
-from smp.models.file_keys import FileKey, whole
+from smp.models.file_keys import FileKey, one_tensor
 from smp.models.file_names import buffers_of, parameters_of
 from smp.models.registry import family_of
 from smp.models.weight_files import INDEX, find_weights, weight_map
@@ -60,7 +60,7 @@ def _expected(family: Family, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
         for row in family.file_names.module_keys(name, shape):
             found.setdefault(row.key, []).append((name, row))
     for name, shape in shapes.items():  # some files have as one tensor what others have in pieces
-        found.setdefault(name, [(name, whole(name, shape))])
+        found.setdefault(name, [(name, one_tensor(name, shape))])
     return found
 
 
@@ -92,7 +92,7 @@ def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]
     missing: dict[str, str] = {}  # by key in the files
     for name in dict.fromkeys(names.get(name, name) for name in shapes):
         rows, found = family.file_names.keys(name, shapes[name]), plan.get(name, {})
-        if whole("", shapes[name]) not in found:
+        if one_tensor("", shapes[name]) not in found:
             missing |= {row.key: name for row in rows if row._replace(key="") not in found}
         elif len(found) > 1:
             problems.append(f"the weights have {name} as one tensor and as several: leave those of one form")
@@ -205,7 +205,7 @@ def read_tensor(entries: Sequence[Entry]) -> torch.Tensor:
 
     row, file = entries[0]
     with safe_open(file, framework="pt") as content:
-        if len(entries) == 1 and row == whole(row.key, row.shape):
+        if len(entries) == 1 and row == one_tensor(row.key, row.shape):
             return content.get_tensor(row.key)
         dtype = _DTYPES[content.get_slice(row.key).get_dtype()]
     shape = [

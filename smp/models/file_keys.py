@@ -74,8 +74,8 @@ def _swapped(axes: Iterable[T], transposed: tuple[int, int] | None) -> tuple[T, 
     return tuple(found)
 
 
-def whole(key: str, shape: Sequence[int]) -> FileKey:
-    """Return the row of a parameter that is one tensor of the files, as it is."""
+def one_tensor(key: str, shape: Sequence[int]) -> FileKey:
+    """Return the key of a parameter that is one tensor of the files, as it is."""
     zeros = (0,) * len(shape)
     return FileKey(key, tuple(shape), zeros, tuple(shape), zeros)
 
@@ -110,11 +110,11 @@ class Conversion:
             # It ends where a part of the name does, as in transformers: experts.up_proj is not experts.up_proj_bias.
             if found := re.search(re.escape(parameter) + r"(?!\w)", name):
                 before, after = name[: found.start()], name[found.end() :]
-                return [row._replace(key=before + row.key + after) for row in self._rows(number, shape)]
+                return [each._replace(key=before + each.key + after) for each in self._file_keys(number, shape)]
         return []
 
-    def _rows(self, number: int, shape: Sequence[int]) -> Iterator[FileKey]:
-        """Yield the rows of the parameter ``number``; keys are the entries of ``files``."""
+    def _file_keys(self, number: int, shape: Sequence[int]) -> Iterator[FileKey]:
+        """Yield the keys of the parameter ``number``; keys are the entries of ``files``."""
         is_piece, parts = "*" in self.files[0], len(self.files)
         width, many = -(-shape[self.axis] // parts), len(self.parameters)
         for index, part in itertools.product(range(shape[0] if is_piece else 1), range(parts)):

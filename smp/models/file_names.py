@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smp.errors import UserError
-from smp.models.file_keys import Conversion, FileKey, whole
+from smp.models.file_keys import Conversion, FileKey, one_tensor
 
 # Buffers that older files hold and no model reads: frequencies and positions, and masks of causal attention.
 _OLD_BUFFERS = (
@@ -102,7 +102,7 @@ class FileNames:
     def module_keys(self, name: str, shape: Sequence[int]) -> list[FileKey]:
         """Return the tensors of the files that a parameter is made of, under the names that their keys are read as."""
         rows = (conversion.keys(name, shape) for conversion in self.conversions)
-        return next(filter(None, rows), None) or [whole(name, shape)]
+        return next(filter(None, rows), None) or [one_tensor(name, shape)]
 
     def keys(self, name: str, shape: Sequence[int]) -> list[FileKey]:
         """Return the tensors of the files that a parameter is made of.
