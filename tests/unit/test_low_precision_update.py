@@ -1,5 +1,6 @@
 """AdamW with bf16 moments and with bf16 parameters: the arithmetic, the random bits, and what is refused."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,31 @@ def test_the_plain_operations_compute_what_torchs_kernel_does(monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
         for key, value in mine.state[one].items():
             torch.testing.assert_close(value, its.state[other][key], rtol=1e-6, atol=1e-9)
+
+
+def test_matrices_of_experts_are_updated_in_parts_alike(monkeypatch):
+    def updated(chunk: int) -> tuple[torch.Tensor, int]:
+        monkeypatch.setattr(adamw, "CHUNK", chunk)
+        most, bits = 0, adamw.random_bits
+
+        def counted(key, step, offsets, shape):
+            nonlocal most
+            most = max(most, math.prod(shape))
+            return bits(key, step, offsets, shape)
+
+        experts = torch.nn.Module()
+        generator = torch.Generator().manual_seed(0)
+        experts.weight = torch.nn.Parameter(torch.randn(2, 5, 7, generator=generator).bfloat16())
+        experts.weight.grad = torch.randn(2, 5, 7, generator=generator).bfloat16()
+        with monkeypatch.context() as patched:
+            patched.setattr(adamw, "random_bits", counted)
+            build_optimizer(experts, BF16, lr=1e-2).step()
+        return experts.weight.detach(), most
+
+    whole, _ = updated(1000)
+    for chunk in (14, 6):  # a few rows, or a part of one
+        found, most = updated(chunk)
+        assert torch.equal(found, whole) and most <= chunk
 
 
 def test_bf16_moments_are_those_in_fp32_rounded_to_the_nearest():
