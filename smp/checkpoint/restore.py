@@ -264,7 +264,7 @@ def check_tensors(path: Path | RemoteCheckpoint, manifest: Manifest, wanted: dic
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
             f"checkpoint {path} does not fit the model: {'; '.join(sorted(problems)[:3])}{more}; resume with the model"
-            f", the adapters and the optimizer that it was saved with"
+            f", the adapters, the optimizer and the groups of a job's --param_groups that it was saved with"
         )
 
 

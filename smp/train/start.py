@@ -37,6 +37,7 @@ from smp.log import get_logger
 from smp.memory.limits import agree_on_memory
 from smp.mesh import Mesh
 from smp.optim.config import OptimConfig
+from smp.optim.groups import groups_as_json
 from smp.optim.optimizers import PLAIN, kind_of, kind_text, saved_kind
 from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
 from smp.parallel.choices import agree_on_choices
@@ -340,6 +341,7 @@ def require_agreement(job: CheckedJob, start: Start) -> None:
         "the rows of the training data": job.train_data.digest,
         "the validation data": job.validation_data.fingerprint if job.validation_data else None,
         "the rows of the validation data": job.validation_data.digest if job.validation_data else None,
+        "the groups of --param_groups": groups_as_json(job.config.optim.param_groups),
         **{f"--{name}": value for name, value in job.config.flat().items()},
     }  # fmt: skip
     require_same(mine, "give all hosts the same flags and the same view of --output_dir and the data")

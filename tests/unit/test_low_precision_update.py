@@ -21,6 +21,7 @@ from smp.optim.optimizers import (
     state_bytes,
 )
 from smp.optim.rounding import parameter_key, random_bits, round_stochastically
+from tests.job import LLAMA, run_job
 from tests.reference import build_reference
 
 BF16 = OptimConfig(param_dtype="bf16")
@@ -187,6 +188,11 @@ def test_what_does_not_go_together_is_refused():
     for name in ("muon", "adamw_8bit"):
         (said,) = find_problems(table, lay_out(), OptimConfig(param_dtype="bf16", optimizer=name))
         assert f"updated by adamw alone, and {name} updates model.layers.0.mlp.up_proj.weight" in said
+
+
+def test_a_dry_run_has_bf16_parameters():
+    outcome = run_job(*LLAMA, "--use_synthetic_data", 1, "--param_dtype", "bf16", "--bf16", 1, "--dry_run", 1)
+    assert "a process on CPUs in bfloat16" in outcome.succeeded().output
 
 
 def test_a_checkpoint_says_of_what_dtypes_its_state_is():
