@@ -42,6 +42,7 @@ from smp.optim.optimizers import (
     empty_state,
     kind_of_optimizer,
     kind_text,
+    of_script,
     saved_kind,
 )
 
@@ -202,6 +203,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, run: dic
         UserError: it is of another kind or class, or its groups have other parameters.
     """
     kind, mine = saved_kind(run), kind_of_optimizer(optimizer)
+    if is_script(run) or not isinstance(optimizer, MixedOptimizer):
+        kind, mine = of_script(kind), of_script(mine)
     if kind != mine:
         raise UserError(
             f"the checkpoint was made with the optimizer {kind_text(kind)}, got {kind_text(mine)}: use the same"

@@ -125,6 +125,12 @@ def saved_kind(run: Mapping[str, Any]) -> dict[str, str]:
     return {name: found[name] for name in plain if found.get(name, plain[name]) != plain[name]}
 
 
+def of_script(kind: Mapping[str, str]) -> dict[str, str]:
+    """Return what a script's optimizer says of a kind: not its dtype, which tensors say where moments have no other."""
+    dtypes = {name: kind.get(name, PLAIN[name]) for name in ("optimizer_state_dtype", "param_dtype")}
+    return {name: value for name, value in kind.items() if name not in dtypes or len({*dtypes.values()}) > 1}
+
+
 def kind_text(kind: Mapping[str, str]) -> str:
     """Describe a kind in messages: by flags, or by its class."""
     return kind.get("class") or " ".join(f"--{name} {value}" for name, value in kind.items()) or "AdamW"

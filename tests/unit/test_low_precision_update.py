@@ -1,18 +1,24 @@
 """AdamW with bf16 moments and with bf16 parameters: the arithmetic, the random bits, and what is refused."""
 
+import dataclasses
+import functools
 import math
+import pathlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from smp.errors import ConfigError
+from smp.checkpoint.restore import check_optimizer, is_script
+from smp.checkpoint.state import settings_of
+from smp.errors import ConfigError, UserError
 from smp.mesh import lay_out
 from smp.models.parameters import ParameterSpec, ParameterTable
 from smp.optim import adamw
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import (
     build_optimizer,
+    described,
     find_problems,
     kind_of,
     kind_text,
@@ -21,6 +27,7 @@ from smp.optim.optimizers import (
     state_bytes,
 )
 from smp.optim.rounding import parameter_key, random_bits, round_stochastically
+from smp.train import start
 from tests.job import LLAMA, run_job
 from tests.reference import build_reference
 
@@ -200,6 +207,25 @@ def test_a_checkpoint_says_of_what_dtypes_its_state_is():
     assert kind_of(MOMENTS) == {"optimizer_state_dtype": "bf16"} == saved_kind({"optimizer": kind_of(MOMENTS)})
     assert kind_text(kind_of(BF16)) == "--optimizer_state_dtype bf16 --param_dtype bf16"
     assert kind_of(OptimConfig(param_dtype="bf16", optimizer_state_dtype="fp32")) == {"param_dtype": "bf16"}
+
+
+def test_a_script_and_a_job_in_bf16_have_one_state(monkeypatch):
+    """Its moments are of its parameters' dtype, which tensors say."""
+    model = build_reference("llama_tied", torch.bfloat16)
+    script = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = {"script": True, "extra": None, "optimizer": settings_of(model, script)}
+    assert is_script(run)
+    job = {"optimizer": described(BF16)}
+    check_optimizer(model, script, job)
+    for config in (MOMENTS, OptimConfig(optimizer="muon")):
+        with pytest.raises(UserError, match="got AdamW: use the same"):
+            check_optimizer(model, script, {"optimizer": described(config)})
+    manifest = dataclasses.make_dataclass("Saved", ["run"])(run)
+    monkeypatch.setattr(start, "read_usable", lambda *_, **__: manifest)
+    read = functools.partial(start.read_saved, pathlib.Path("model-1steps"), local=False, reset=True)
+    assert read(BF16).run["optimizer"] == kind_of(BF16)
+    with pytest.raises(UserError, match=r"AdamW and the job .*: give --optimizer adamw --optimizer_state_dtype fp32"):
+        read(MOMENTS)
 
 
 def test_bytes_follow_from_the_dtypes():
