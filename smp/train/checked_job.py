@@ -36,8 +36,6 @@ from smp.train.dry_run import (
 from smp.train.job import Job, check_global_batch, planned_batch, refuse_too_large
 from smp.train.output_paths import check_output, storages_of
 
-# Of settings that are auto, in the order in which they are chosen.
-
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
 
