@@ -42,6 +42,7 @@ from smp.optim.optimizers import (
     empty_state,
     kind_of_optimizer,
     kind_text,
+    of_script,
     saved_kind,
 )
 
@@ -202,6 +203,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, run: dic
         UserError: it is of another kind or class, or its groups have other parameters.
     """
     kind, mine = saved_kind(run), kind_of_optimizer(optimizer)
+    if is_script(run) or not isinstance(optimizer, MixedOptimizer):
+        kind, mine = of_script(kind), of_script(mine)
     if kind != mine:
         raise UserError(
             f"the checkpoint was made with the optimizer {kind_text(kind)}, got {kind_text(mine)}: use the same"
@@ -264,7 +267,7 @@ def check_tensors(path: Path | RemoteCheckpoint, manifest: Manifest, wanted: dic
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
             f"checkpoint {path} does not fit the model: {'; '.join(sorted(problems)[:3])}{more}; resume with the model"
-            f", the adapters and the optimizer that it was saved with"
+            f", the adapters, the optimizer and the groups of a job's --param_groups that it was saved with"
         )
 
 

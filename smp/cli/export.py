@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "output", help="directory or URL to write; it must not exist, be empty, or contain an earlier export"
     )
     parser.add_argument(
-        "--dtype", choices=sorted(DTYPES), help="of the files; default: that of the base model's files, else fp32"
+        "--dtype",
+        choices=sorted(DTYPES),
+        help="of the files; default: that of the base model's files, else of the checkpoint",
     )
     parser.add_argument(
         "--max_shard_size", default="5GB", metavar="SIZE", help="largest file, such as 500MiB; default 5GB"

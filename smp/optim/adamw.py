@@ -6,6 +6,7 @@ Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -127,7 +128,7 @@ def _update_plain(
     rate = lr / (1 - beta1 ** step.double())
     root = (1 - beta2 ** step.double()).sqrt()
     moments = (local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"]))
-    for start, value, gradient, mean, square in _chunks(local_tensor(parameter), local_gradient(parameter), *moments):
+    for starts, value, gradient, mean, square in _chunks(local_tensor(parameter), local_gradient(parameter), *moments):
         wide = torch.promote_types(value.dtype, torch.float32)
         gradient = gradient.to(wide)
         new_mean = mean.to(wide).lerp(gradient, 1 - beta1)
@@ -136,15 +137,25 @@ def _update_plain(
         divisor = (new_square.sqrt() / root.to(wide)).add_(group["eps"])
         new.addcdiv_(new_mean * rate.to(wide), divisor, value=-1)
         if rounding is not None:
-            key, (first, *others) = rounding
-            new = round_stochastically(new, random_bits(key, step, (first + start, *others), value.shape))
+            key, offsets = rounding
+            first = [*map(operator.add, offsets, starts)]
+            new = round_stochastically(new, random_bits(key, step, first, value.shape))
         for old, found in ((value, new), (mean, new_mean), (square, new_square)):
             old.copy_(found if skipped is None else torch.where(skipped, old, found.to(old.dtype)))
 
 
-def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """Cut tensors of one shape along their first axis; yield its index and the parts of each."""
-    rows = len(tensors[0])
-    size = max(1, CHUNK // max(1, math.prod(tensors[0].shape[1:])))
-    for start in range(0, rows, size):
-        yield start, *(each[start : start + size] for each in tensors)
+def _chunks(*tensors: torch.Tensor, dim: int = 0) -> Iterator[tuple[Any, ...]]:
+    """Cut tensors of one shape into boxes; yield the index of the first element, and the parts of each.
+
+    They are cut along ``dim``, and along the next one where an index of it has too many: one expert's matrix may.
+    """
+    shape = tensors[0].shape
+    size = max(1, CHUNK // max(1, math.prod(shape[dim + 1 :])))
+    for start in range(0, shape[dim], size):
+        parts = [each.narrow(dim, start, min(size, shape[dim] - start)) for each in tensors]
+        if parts[0].numel() > CHUNK and dim + 1 < len(shape):
+            boxes = _chunks(*parts, dim=dim + 1)
+        else:
+            boxes = iter([((0,) * len(shape), *parts)])
+        for starts, *found in boxes:
+            yield tuple(at + start * (axis == dim) for axis, at in enumerate(starts)), *found

@@ -72,12 +72,8 @@ class OptimConfig(Section):
         return self.param_dtype == "bf16" and self.stochastic_rounding is not False
 
     def problems(self) -> list[str]:
-        """Add settings of an optimizer or a dtype that is not used, and means that bf16 cannot follow."""
+        """Add rounding of a dtype that is not used, and means that bf16 cannot follow."""
         found = super().problems()
-        fields = [each for each in dataclasses.fields(self) if each.name.startswith("muon_")]
-        if self.optimizer != "muon" and self.param_groups is None:
-            changed = [each.name for each in fields if getattr(self, each.name) != each.default]
-            found += [f"--{name} needs --optimizer muon: set it, or leave --{name} out" for name in changed]
         if self.stochastic_rounding and self.param_dtype != "bf16":
             found.append(
                 "--stochastic_rounding 1 rounds bf16 parameters and --param_dtype is fp32: give --param_dtype bf16, or "

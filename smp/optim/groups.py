@@ -84,6 +84,11 @@ def read_groups(path: str | None) -> tuple[ParamGroup, ...]:
     return tuple(_group(f"{flag}: group {number}", entry) for number, entry in enumerate(content, 1))
 
 
+def groups_as_json(path: str | None) -> list[dict[str, Any]]:
+    """Return :func:`read_groups` as a manifest has them."""
+    return [dataclasses.asdict(group) for group in read_groups(path)]
+
+
 def group_of(spec: ParameterSpec, path: str | None) -> ParamGroup:
     """Return the first group of a file that has a parameter."""
     return next((group for group in read_groups(path) if group.has(spec)), NO_GROUP)

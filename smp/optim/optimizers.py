@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -53,22 +54,40 @@ def _taken(table: ParameterTable, config: OptimConfig) -> list[tuple[Entry, Para
     return [(entry_named(name), ParameterTable(tuple(specs))) for name, specs in found.items()]
 
 
+def _problems_of_groups(table: ParameterTable, config: OptimConfig) -> list[str]:
+    """Return one sentence for each parameter group without parameters, or whose optimizer is none or takes none."""
+    found, names, groups = [], [entry.NAME for entry in OPTIMIZERS], read_groups(config.param_groups)
+    specs: dict[int, list[ParameterSpec]] = defaultdict(list)
+    for spec in table.trained:
+        specs[next((number for number, group in enumerate(groups, 1) if group.has(spec)), 0)].append(spec)
+    for number, group in enumerate(groups, 1):
+        wrong, own, name = "", specs[number], group.optimizer
+        if not own:
+            shown = ", ".join(spec.name for spec in table.trained[:3])
+            why = "an earlier group has all" if any(map(group.has, table.trained)) else f"they are named like {shown}"
+            wrong = f"no trained parameter is left for pattern {group.pattern!r} ({why}): change it or leave it out"
+        elif name is not None and name not in names:
+            wrong = f"optimizer must be one of {', '.join(names)}, got {name!r}"
+        elif name is not None and not any(map(entry_named(name).takes, own)):
+            wrong = f"{name} takes none of its parameters, such as {own[0].name}: leave optimizer out"
+        if wrong:
+            found.append(f"--param_groups {config.param_groups}: group {number}: {wrong}")
+    return found
+
+
 def find_problems(table: ParameterTable, mesh: Mesh, config: OptimConfig, *, here: bool = False) -> list[str]:
     """Return one sentence for each reason why the optimizer cannot update such a model on such a mesh.
 
     Args:
         here: whether it is to do so in this environment: else packages may be missing.
     """
-    found, taken = [], _taken(table, config)
-    groups, used = read_groups(config.param_groups), {group_of(spec, config.param_groups) for spec in table.trained}
-    for number, group in enumerate(groups, 1):
-        if group not in used:
-            shown = ", ".join(spec.name for spec in table.trained[:3])
-            why = "an earlier group has all" if any(map(group.has, table.trained)) else f"they are named like {shown}"
-            found.append(
-                f"--param_groups {config.param_groups}: group {number}: no trained parameter is left for pattern "
-                f"{group.pattern!r} ({why}): change it or leave it out"
-            )
+    if found := _problems_of_groups(table, config):
+        return found
+    taken = _taken(table, config)
+    used = {config.optimizer, *(entry.NAME for entry, _ in taken)}
+    for field in dataclasses.fields(config):
+        if field.name.startswith("muon_") and muon.NAME not in used and getattr(config, field.name) != field.default:
+            found.append(f"--{field.name} needs --optimizer {muon.NAME}: set it, or leave --{field.name} out")
     if taken and config.optimizer not in [entry.NAME for entry, _ in taken]:
         found.append(f"--optimizer {config.optimizer} takes none of the trained parameters: use {adamw.NAME}")
     for entry, own in taken:
@@ -104,6 +123,12 @@ def saved_kind(run: Mapping[str, Any]) -> dict[str, str]:
     found = run.get("optimizer") or {}
     plain = {"class": "AdamW", **PLAIN}
     return {name: found[name] for name in plain if found.get(name, plain[name]) != plain[name]}
+
+
+def of_script(kind: Mapping[str, str]) -> dict[str, str]:
+    """Return what a script's optimizer says of a kind: not its dtype, which tensors say where moments have no other."""
+    dtypes = {name: kind.get(name, PLAIN[name]) for name in ("optimizer_state_dtype", "param_dtype")}
+    return {name: value for name, value in kind.items() if name not in dtypes or len({*dtypes.values()}) > 1}
 
 
 def kind_text(kind: Mapping[str, str]) -> str:

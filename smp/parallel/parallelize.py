@@ -79,7 +79,7 @@ def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dty
 def find_problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return one sentence for each reason why a technique cannot be applied."""
     found = [problem for each in TECHNIQUES for problem in member(each, "problems")(hf_config, setup)]
-    if setup.settings[OptimConfig].param_dtype == "bf16" and setup.dtype != torch.bfloat16:
+    if setup.settings[OptimConfig].param_dtype == "bf16" and setup.dtype not in (None, torch.bfloat16):
         found.append("--param_dtype bf16 needs --bf16 1, to compute in bf16: set it, or leave --param_dtype out")
     return found
 

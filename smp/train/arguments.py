@@ -35,6 +35,7 @@ from smp.log import redact
 from smp.models.families import list_presets
 from smp.models.model_config import ModelConfig
 from smp.optim.config import OptimConfig
+from smp.optim.optimizers import OPTIMIZERS
 from smp.parallel.allocator import AllocatorConfig
 from smp.parallel.lora import Config as LoraConfig
 from smp.runtime import data_channel, own_arguments
@@ -45,7 +46,6 @@ from smp.train.run_config import RunConfig
 from smp.yaml_input import strict_yaml
 
 DEFAULT_MAX_STEPS = 5000
-
 CHANNELS = {"training_dir": "train", "test_dir": "test"}  # SageMaker's, where nothing names these, as in SMP v2
 
 
@@ -122,9 +122,9 @@ class Flag:
     @property
     def allowed(self) -> str:
         """Description of the accepted values."""
-        if only := [value for value in self.field.metadata["only"] if isinstance(value, str)]:
-            return ", ".join(only)
-        return f"one or more of {_noun(self.kind)}" if self.is_list else _noun(self.kind)
+        listed = [each.NAME for each in OPTIMIZERS] if self.field.name == "optimizer" else self.field.metadata["only"]
+        only = ", ".join(value for value in listed if isinstance(value, str))
+        return only or (f"one or more of {_noun(self.kind)}" if self.is_list else _noun(self.kind))
 
     @property
     def is_missing(self) -> bool:

@@ -16,7 +16,7 @@ from smp.config import flag_text
 from smp.errors import UserError
 from smp.log import get_logger
 from smp.models.weight_files import ADAPTER_CONFIG
-from smp.optim.groups import read_groups
+from smp.optim.groups import groups_as_json
 from smp.optim.optimizers import saved_kind
 from smp.train.arguments import FLAGS
 from smp.train.checked_job import CheckedJob
@@ -137,8 +137,7 @@ def changes_since(start: Start, job: CheckedJob, model: nn.Module) -> list[str]:
     found = [*_told(run.get("config", {}), job), *changes_in_training(start.checkpoint, start.saved, model)]
     if change := _change_of_data(run, job):
         found.append(f"{change}; the position in it is kept, so samples may be missed or repeated")
-    groups = [dataclasses.asdict(each) for each in read_groups(job.config.optim.param_groups)]
-    if (run.get("param_groups") or []) != groups:
+    if (run.get("param_groups") or []) != groups_as_json(job.config.optim.param_groups):
         found.append("the groups of --param_groups")
     batch = run.get("global_batch_size")
     if batch not in (None, start.global_batch_size):

@@ -27,7 +27,7 @@ from smp.memory.advice import advice_text
 from smp.memory.estimate import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
 from smp.models.weight_files import generation_dir_of, stops_of
-from smp.optim.groups import read_groups
+from smp.optim.groups import groups_as_json
 from smp.optim.optimizers import described
 from smp.plan.devices import peak_flops
 from smp.train import history
@@ -144,7 +144,7 @@ def describe(job: CheckedJob, start: Start, state: TrainState, val_loss: float |
             "data": job.train_data.fingerprint,
             "rows": job.train_data.digest,
             "optimizer": described(job.config.optim),
-            "param_groups": [dataclasses.asdict(each) for each in read_groups(job.config.optim.param_groups)] or None,
+            "param_groups": groups_as_json(job.config.optim.param_groups) or None,
             "global_batch_size": start.global_batch_size,
             "max_steps": start.max_steps,
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,

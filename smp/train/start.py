@@ -37,7 +37,8 @@ from smp.log import get_logger
 from smp.memory.limits import agree_on_memory
 from smp.mesh import Mesh
 from smp.optim.config import OptimConfig
-from smp.optim.optimizers import PLAIN, kind_of, kind_text, saved_kind
+from smp.optim.groups import groups_as_json
+from smp.optim.optimizers import PLAIN, kind_of, kind_text, of_script, saved_kind
 from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
 from smp.parallel.choices import agree_on_choices
 from smp.train.arguments import DEFAULT_MAX_STEPS
@@ -263,9 +264,12 @@ def read_saved(path: Path | RemoteCheckpoint, optim: OptimConfig, *, local: bool
         UserError: it is damaged, of another optimizer, needs ``reset``, or is of the other kind.
     """
     manifest = read_usable(path, local=local)
-    theirs, mine = saved_kind(manifest.run), kind_of(optim)
+    theirs, mine, plain = saved_kind(manifest.run), kind_of(optim), PLAIN
+    if is_script(manifest.run):
+        theirs, mine = of_script(theirs), of_script(mine)
+        plain = {"optimizer": PLAIN["optimizer"], "optimizer_state_dtype": optim.param_dtype}
     if theirs != mine:
-        flags = "" if "class" in theirs else f"give {kind_text(theirs or PLAIN)}, or "
+        flags = "" if "class" in theirs else f"give {kind_text(theirs or plain)}, or "
         raise UserError(
             f"checkpoint {path} was made with the optimizer {kind_text(theirs)} and the job has {kind_text(mine)}: "
             f"{flags}write a model of it with `smp export`, and start from that"
@@ -276,7 +280,7 @@ def read_saved(path: Path | RemoteCheckpoint, optim: OptimConfig, *, local: bool
             f"--reset_progress 1 takes its parameters and the optimizer's state, and begins data, schedule and "
             f"generators anew"
         )
-    run = {"progress": dataclasses.asdict(TrainState()), "optimizer": theirs}
+    run = {"progress": dataclasses.asdict(TrainState()), "optimizer": kind_of(optim)}
     return dataclasses.replace(manifest, run=run) if reset else manifest
 
 
@@ -340,6 +344,7 @@ def require_agreement(job: CheckedJob, start: Start) -> None:
         "the rows of the training data": job.train_data.digest,
         "the validation data": job.validation_data.fingerprint if job.validation_data else None,
         "the rows of the validation data": job.validation_data.digest if job.validation_data else None,
+        "the groups of --param_groups": groups_as_json(job.config.optim.param_groups),
         **{f"--{name}": value for name, value in job.config.flat().items()},
     }  # fmt: skip
     require_same(mine, "give all hosts the same flags and the same view of --output_dir and the data")

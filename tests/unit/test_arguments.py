@@ -316,3 +316,7 @@ def test_any_words_give_a_configuration_or_a_sentence():
             parse_args(words)
         except UserError as error:
             assert "\n\n" not in str(error) and str(error).strip(), words
+
+
+def test_help_names_the_optimizers(shown):
+    assert "(adamw, adamw_8bit, muon; default adamw)" in " ".join(shown.split())

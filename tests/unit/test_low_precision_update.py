@@ -1,17 +1,24 @@
 """AdamW with bf16 moments and with bf16 parameters: the arithmetic, the random bits, and what is refused."""
 
+import dataclasses
+import functools
+import math
+import pathlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from smp.errors import ConfigError
+from smp.checkpoint.restore import check_optimizer, is_script
+from smp.checkpoint.state import settings_of
+from smp.errors import ConfigError, UserError
 from smp.mesh import lay_out
 from smp.models.parameters import ParameterSpec, ParameterTable
 from smp.optim import adamw
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import (
     build_optimizer,
+    described,
     find_problems,
     kind_of,
     kind_text,
@@ -20,6 +27,8 @@ from smp.optim.optimizers import (
     state_bytes,
 )
 from smp.optim.rounding import parameter_key, random_bits, round_stochastically
+from smp.train import start
+from tests.job import LLAMA, run_job
 from tests.reference import build_reference
 
 BF16 = OptimConfig(param_dtype="bf16")
@@ -48,6 +57,31 @@ def test_the_plain_operations_compute_what_torchs_kernel_does(monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
         for key, value in mine.state[one].items():
             torch.testing.assert_close(value, its.state[other][key], rtol=1e-6, atol=1e-9)
+
+
+def test_matrices_of_experts_are_updated_in_parts_alike(monkeypatch):
+    def updated(chunk: int) -> tuple[torch.Tensor, int]:
+        monkeypatch.setattr(adamw, "CHUNK", chunk)
+        most, bits = 0, adamw.random_bits
+
+        def counted(key, step, offsets, shape):
+            nonlocal most
+            most = max(most, math.prod(shape))
+            return bits(key, step, offsets, shape)
+
+        experts = torch.nn.Module()
+        generator = torch.Generator().manual_seed(0)
+        experts.weight = torch.nn.Parameter(torch.randn(2, 5, 7, generator=generator).bfloat16())
+        experts.weight.grad = torch.randn(2, 5, 7, generator=generator).bfloat16()
+        with monkeypatch.context() as patched:
+            patched.setattr(adamw, "random_bits", counted)
+            build_optimizer(experts, BF16, lr=1e-2).step()
+        return experts.weight.detach(), most
+
+    whole, _ = updated(1000)
+    for chunk in (14, 6):  # a few rows, or a part of one
+        found, most = updated(chunk)
+        assert torch.equal(found, whole) and most <= chunk
 
 
 def test_bf16_moments_are_those_in_fp32_rounded_to_the_nearest():
@@ -163,11 +197,35 @@ def test_what_does_not_go_together_is_refused():
         assert f"updated by adamw alone, and {name} updates model.layers.0.mlp.up_proj.weight" in said
 
 
+def test_a_dry_run_has_bf16_parameters():
+    outcome = run_job(*LLAMA, "--use_synthetic_data", 1, "--param_dtype", "bf16", "--bf16", 1, "--dry_run", 1)
+    assert "a process on CPUs in bfloat16" in outcome.succeeded().output
+
+
 def test_a_checkpoint_says_of_what_dtypes_its_state_is():
     assert kind_of(OptimConfig()) == kind_of(OptimConfig(optimizer_state_dtype="fp32")) == {}
     assert kind_of(MOMENTS) == {"optimizer_state_dtype": "bf16"} == saved_kind({"optimizer": kind_of(MOMENTS)})
     assert kind_text(kind_of(BF16)) == "--optimizer_state_dtype bf16 --param_dtype bf16"
     assert kind_of(OptimConfig(param_dtype="bf16", optimizer_state_dtype="fp32")) == {"param_dtype": "bf16"}
+
+
+def test_a_script_and_a_job_in_bf16_have_one_state(monkeypatch):
+    """Its moments are of its parameters' dtype, which tensors say."""
+    model = build_reference("llama_tied", torch.bfloat16)
+    script = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = {"script": True, "extra": None, "optimizer": settings_of(model, script)}
+    assert is_script(run)
+    job = {"optimizer": described(BF16)}
+    check_optimizer(model, script, job)
+    for config in (MOMENTS, OptimConfig(optimizer="muon")):
+        with pytest.raises(UserError, match="got AdamW: use the same"):
+            check_optimizer(model, script, {"optimizer": described(config)})
+    manifest = dataclasses.make_dataclass("Saved", ["run"])(run)
+    monkeypatch.setattr(start, "read_usable", lambda *_, **__: manifest)
+    read = functools.partial(start.read_saved, pathlib.Path("model-1steps"), local=False, reset=True)
+    assert read(BF16).run["optimizer"] == kind_of(BF16)
+    with pytest.raises(UserError, match=r"AdamW and the job .*: give --optimizer adamw --optimizer_state_dtype fp32"):
+        read(MOMENTS)
 
 
 def test_bytes_follow_from_the_dtypes():

@@ -4,14 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from smp.errors import UserError
 from smp.mesh import lay_out
 from smp.models.parameters import parameter_table
 from smp.models.registry import family_of
 from smp.optim import muon
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import build_optimizer, gathered_bytes, product_flops, state_bytes, working_bytes
-from smp.train.arguments import parse_args
 from tests.reference import build_reference
 
 
@@ -80,9 +78,3 @@ def test_muon_in_a_plan():
     every = 3 * (2 * of_one[32, 32] + 2 * of_one[16, 32] + 3 * of_one[32, 48])
     assert product_flops(table, lay_out(), fp32) == {4: every} and product_flops(table, lay_out(), bf16) == {2: every}
     assert 0 <= product_flops(table, mesh, fp32)[4] / (every / 4) - 1 < 0.2
-
-
-def test_settings_of_muon_need_it():
-    parse_args(["--model", "llama3_8b", "--optimizer", "muon", "--muon_dtype", "bf16"])
-    with pytest.raises(UserError, match="--muon_dtype needs --optimizer muon: set it, or leave --muon_dtype out"):
-        parse_args(["--model", "llama3_8b", "--muon_dtype", "bf16"])

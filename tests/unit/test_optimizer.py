@@ -1,6 +1,8 @@
 """Groups of parameters, the state that a checkpoint is read into, and an optimizer that is made up."""
 
 import json
+import os
+import pathlib
 
 import pytest
 import torch
@@ -93,7 +95,12 @@ def test_the_first_group_that_has_a_parameter_counts(tmp_path):
     [
         ([{"pattern": "nowhere"}], "group 1: no trained parameter is left for pattern 'nowhere' .they are named like"),
         ([{"pattern": "."}, {"pattern": "norm"}], "group 2: .* .an earlier group has all."),
-        ([{"pattern": "norm", "optimizer": "sgd"}], "--optimizer must be one of adamw.*got 'sgd'"),
+        (
+            [{"pattern": "norm", "optimizer": "sgd"}],
+            "--param_groups .*groups.json: group 1: optimizer must be one of adamw.*got 'sgd'",
+        ),
+        ([{"pattern": "norm", "optimizer": "muon"}], "group 1: muon takes none of its parameters, such as .*norm"),
+        ([{"pattern": "norm"}, {"pattern": "norm"}], "group 2: .* .an earlier group has all."),
         ([{"pattern": "("}], "is no regular expression"),
         ([{"lr_factor": 2}], "with a pattern, got"),
         ([{"pattern": "norm", "lr": 2}], "must be a mapping of pattern, lr_factor, weight_decay, optimizer"),
@@ -106,6 +113,34 @@ def test_groups_that_are_none_are_refused(entries, said, tmp_path):
     with pytest.raises(UserError, match=said):
         if problems := find_problems(table, lay_out(), OptimConfig(param_groups=groups_file(tmp_path, *entries))):
             raise ConfigError(problems)
+
+
+def test_settings_of_muon_need_parameters_of_it(tmp_path):
+    table = parameter_table(build_reference("llama_gqa", torch.float32))
+
+    def found(**flags):
+        return find_problems(table, lay_out(), OptimConfig(muon_momentum=0.5, **flags))
+
+    refused = ["--muon_momentum needs --optimizer muon: set it, or leave --muon_momentum out"]
+    assert found() == found(param_groups=groups_file(tmp_path, {"pattern": "mlp", "lr_factor": 2})) == refused
+    (tmp_path / "other").mkdir()
+    assert found(param_groups=groups_file(tmp_path / "other", {"pattern": "mlp", "optimizer": "muon"})) == []
+    assert found(optimizer="muon") == []
+
+
+def _apart(rank: int) -> None:
+    """Give each rank a directory, as hosts without a shared one have."""
+    os.mkdir(f"host{rank}")
+    os.chdir(f"host{rank}")
+    groups_file(pathlib.Path(), {"pattern": "norm", "lr_factor": 1 + rank})
+
+
+def test_ranks_that_read_other_groups_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--use_synthetic_data", 1, "--max_steps", 1, "--output_dir", tmp_path / "run"]
+    refused = run_job(*LLAMA, *words, "--param_groups", "groups.json", world_size=2, prepare=_apart)
+    assert refused.statuses == [2, 2] and "the groups of --param_groups" in refused.output, refused.output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_job_and_a_plan_refuse_them_and_write_nothing(tmp_path):
