@@ -33,7 +33,7 @@ from smp.memory.estimate import peak_bytes
 from smp.memory.shape import Workload, model_shape
 from smp.memory.tracker import rss_bytes
 from smp.mesh import lay_out
-from smp.models.twin import count_parameters
+from smp.models.meta_model import count_parameters
 from smp.parallel.activation_checkpoint import apply_activation_checkpointing
 from smp.parallel.loss import linear_cross_entropy
 from smp.parallel.offload import DiskStore, apply_activation_offload, require_directory

@@ -27,9 +27,9 @@ from smp.delayed_init import initialize_
 from smp.environment import malloc
 from smp.errors import UserError
 from smp.mesh import resolve_mesh
+from smp.models.meta_model import init_rules
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of
-from smp.models.twin import init_rules
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import build_optimizer
 from smp.parallel.parallelize import prepare_model

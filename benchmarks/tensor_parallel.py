@@ -29,7 +29,7 @@ from train_step import WARMUP_STEPS, Result, check_losses, measure, table
 
 import smp
 from smp.errors import UserError
-from smp.models.twin import count_parameters
+from smp.models.meta_model import count_parameters
 
 COMPARED = [
     ("smp", "transformers"), ("smp", "dtensor"), ("smp_gloo", "transformers"), ("smp_gloo", "dtensor"),

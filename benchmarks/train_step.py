@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp.cpu_bf16 import ensure_bf16_works
 from smp.errors import UserError
-from smp.models.twin import count_parameters
+from smp.models.meta_model import count_parameters
 
 WARMUP_STEPS = 2
 NOT_COMPARED = ("floor", "smp_fake", "fsdp2_fake")  # without exchange the numbers are others

@@ -139,7 +139,7 @@ def initialize_(model: nn.Module, rules: Callable[[str], InitRule], *, seed: int
 
     Args:
         model: parameters allocated, plain or DTensor.
-        rules: the rule of a parameter by its qualified name, as of :func:`smp.models.twin.init_rules`.
+        rules: the rule of a parameter by its qualified name, as of :func:`smp.models.meta_model.init_rules`.
 
     Raises:
         UserError: a parameter has no rule, or is still on the meta device; the text names it.

@@ -21,8 +21,8 @@ from smp.local_shards import local_tensor
 from smp.log import get_logger
 from smp.mesh import served_device_type
 from smp.models.init_rules import InitRule
+from smp.models.meta_model import init_rules
 from smp.models.registry import tie_on_meta
-from smp.models.twin import init_rules
 
 _logger = get_logger("smp.fsdp")
 

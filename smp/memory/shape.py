@@ -12,10 +12,10 @@ import torch
 from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.environment.malloc import unused_heap
 from smp.mesh import Mesh
+from smp.models.meta_model import meta_model
 from smp.models.model_config import ResolvedModel
 from smp.models.parameters import EMBEDDING, HEAD, ParameterSpec, ParameterTable
 from smp.models.projection import projection_size
-from smp.models.twin import twin_of
 
 NONE, SELECTIVE, FULL = "none", "selective", "full"  # recomputation
 
@@ -219,9 +219,9 @@ def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> Mo
         table: with what techniques add and freeze; None: they do nothing.
     """
     family, config = model.family, model.hf_config
-    twin = twin_of(config, model.attn_implementation)
-    table = table or twin.table
-    block, saved = twin.largest_block, twin.saved
+    meta = meta_model(config, model.attn_implementation)
+    table = table or meta.table
+    block, saved = meta.largest_block, meta.saved
     counts = _trained(table, lambda spec: True)
     intermediate = _mlp_width(block, config)
     heads = getattr(config, "num_attention_heads", None) or 1  # recurrent models have none

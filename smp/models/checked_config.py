@@ -10,7 +10,7 @@ import torch
 
 from smp.errors import UserError, one_line
 from smp.models.hf_values import number, range_problems
-from smp.models.twin import count_parameters
+from smp.models.meta_model import count_parameters
 
 
 def _class_of(where: object, content: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from smp.errors import ConfigError, UserError, one_line
 from smp.models.family import Family
-from smp.models.twin import count_parameters
+from smp.models.meta_model import count_parameters
 
 logger = logging.getLogger(__name__)
 

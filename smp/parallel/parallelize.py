@@ -18,10 +18,10 @@ from smp.memory.shape import ModelShape, model_shape
 from smp.mesh import Mesh
 from smp.models import added
 from smp.models.family import Family
+from smp.models.meta_model import init_rules, meta_model
 from smp.models.model_config import ModelConfig, ResolvedModel
 from smp.models.parameters import ParameterTable
 from smp.models.registry import build_model
-from smp.models.twin import init_rules, twin_of
 from smp.optim.config import OptimConfig
 from smp.parallel import (
     activation_checkpoint,
@@ -124,10 +124,10 @@ def add_parameters(model: nn.Module, family: Family, settings: Settings) -> None
 
 def table_of(resolved: ResolvedModel, settings: Settings) -> ParameterTable:
     """Return the table of a model's parameters, with what the techniques add and freeze."""
-    twin = twin_of(resolved.hf_config, resolved.attn_implementation)
-    table = twin.table
+    meta = meta_model(resolved.hf_config, resolved.attn_implementation)
+    table = meta.table
     for technique in TECHNIQUES:
-        own = member(technique, "parameters")(twin.model, resolved.family, settings)
+        own = member(technique, "parameters")(meta.model, resolved.family, settings)
         if any(own):
             table = table.with_added(own.added, freezes=own.freezes, trained=own.trained, family=resolved.family)
     return table

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from smp.models.meta_model import meta_model
 from smp.models.parameters import ParameterTable
 from smp.models.projection import projection_size
-from smp.models.twin import twin_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,10 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
 
     Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
     """
-    twin = twin_of(hf_config)
-    table = table or twin.table
-    first = {id(parameter): name for name, parameter in twin.model.named_parameters()}  # the table has a tied one once
-    sizes = ((module._parameters.get("weight"), projection_size(module)) for module in twin.model.modules())
+    meta = meta_model(hf_config)
+    table = table or meta.table
+    first = {id(parameter): name for name, parameter in meta.model.named_parameters()}  # the table has a tied one once
+    sizes = ((module._parameters.get("weight"), projection_size(module)) for module in meta.model.modules())
     weights = [(first[id(weight)], size[0] * size[1]) for weight, size in sizes if size is not None]
     count, with_gradient = sum(size for _, size in weights), {spec.name for spec in table.trained}
     own = sum(size for name, size in weights if name in with_gradient)

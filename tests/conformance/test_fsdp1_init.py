@@ -20,7 +20,7 @@ from smp.delayed_init import initialize_
 from smp.errors import UserError
 from smp.fsdp import meshes
 from smp.fsdp.units import unit_of
-from smp.models.twin import init_rules
+from smp.models.meta_model import init_rules
 from tests import fsdp1
 from tests.distributed import run_distributed
 from tests.model_checks import in_double

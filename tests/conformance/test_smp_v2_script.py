@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from smp.compat.group_checkpoints import load_state_dict
 from smp.delayed_init import initialize_
 from smp.errors import UserError
-from smp.models.twin import init_rules
+from smp.models.meta_model import init_rules
 from tests.distributed import run_distributed
 
 SEED, SAMPLES, LENGTH, STEPS, SAVED = 11, 4, 16, 6, 3

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import smp
 from smp.delayed_init import initialize_
 from smp.errors import UserError
-from smp.models.twin import init_rules
+from smp.models.meta_model import init_rules
 from tests.distributed import run_distributed
 from tests.reference import global_batch, tiny_config
 

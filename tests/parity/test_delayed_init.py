@@ -10,8 +10,8 @@ from smp.config import ActivationConfig
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import UserError
 from smp.models.init_rules import record_rules
+from smp.models.meta_model import init_rules
 from smp.models.registry import build_model, family_of
-from smp.models.twin import init_rules
 from smp.parallel.parallelize import parallelize
 from tests.distributed import run_distributed
 from tests.reference import Layout, tiny_config

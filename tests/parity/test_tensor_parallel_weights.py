@@ -28,9 +28,9 @@ from smp.checkpoint.state import model_entry
 from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig, Settings
 from smp.delayed_init import build_on_meta, initialize_, materialize_
+from smp.models.meta_model import init_rules
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of
-from smp.models.twin import init_rules
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import build_optimizer
 from smp.parallel.parallelize import prepare_model

@@ -15,9 +15,9 @@ from smp.checkpoint import hf_export
 from smp.checkpoint.hf_export import MARKER, export_hf, refuse_foreign_files
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import RunError, UserError
+from smp.models.meta_model import init_rules
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model, family_of
-from smp.models.twin import init_rules
 from smp.pretrained import load_pretrained_
 from tests.distributed import run_distributed
 from tests.unit.test_pretrained import CASES, reference_model, shard, tiny_config, tokens

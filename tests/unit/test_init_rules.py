@@ -13,7 +13,7 @@ from smp import delayed_init
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import UserError
 from smp.models.init_rules import record_rules
-from smp.models.twin import init_rules, twin_of
+from smp.models.meta_model import init_rules, meta_model
 from tests.distributed import run_distributed
 
 SMALL = {
@@ -146,5 +146,5 @@ def test_values_that_no_shard_can_draw_alone_are_refused(fill, reason):
 def test_the_rules_are_those_of_a_model_with_values_whatever_device_the_first_caller_has():
     config = CONFIG_MAPPING["mamba"](**{**SMALL, **TYPES["mamba"], "vocab_size": 83})
     with torch.device("meta"):
-        twin_of(config)
+        meta_model(config)
     assert init_rules(config, seed=0)("backbone.layers.0.mixer.A_log").steps  # else refused

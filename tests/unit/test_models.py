@@ -10,9 +10,9 @@ import torch
 
 from smp.errors import ConfigError, UserError
 from smp.models.families import list_presets, preset_path
+from smp.models.meta_model import count_parameters
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import FAMILIES, build_model, family_of
-from smp.models.twin import count_parameters
 from smp.models.weight_files import find_weights, generation_dir_of, stops_of
 
 # From the models' cards; gpt_neox_65b has no published weights (12 h^2 L + 13 h L + 2 V h + 2 h worked out by hand).

@@ -1,4 +1,4 @@
-"""The twin of a model on the meta device, which is asked for facts about it: built once in a process."""
+"""The model of a config on the meta device, which is asked for facts about it: built once in a process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from smp.models.parameters import ParameterTable, parameter_table
 from smp.models.registry import build_model, family_of
 from smp.models.saved import saved_bytes
 
-# Of the twins built last, so many are kept: of the config that flags describe, and of the one that they change.
+# Of those built last, so many are kept: of the config that flags describe, and of the one that they change.
 _KEPT = 4
 
 
-class Twin:
+class MetaModel:
     """A model without values, for questions.
 
     Attributes:
@@ -51,11 +51,11 @@ class Twin:
         return bf16, fp32
 
 
-_twins: OrderedDict[tuple[str, str, str], Twin] = OrderedDict()
+_models: OrderedDict[tuple[str, str, str], MetaModel] = OrderedDict()
 
 
-def twin_of(hf_config: Any, attn_implementation: str | None = None, *, seed: int | None = None) -> Twin:
-    """Return the twin of the causal language model of a config.
+def meta_model(hf_config: Any, attn_implementation: str | None = None, *, seed: int | None = None) -> MetaModel:
+    """Return the causal language model of a config on the meta device.
 
     Args:
         attn_implementation: as of :func:`smp.models.registry.build_model`.
@@ -70,7 +70,7 @@ def twin_of(hf_config: Any, attn_implementation: str | None = None, *, seed: int
         hf_config.to_json_string(),
         attn_implementation or default_attention(hf_config),
     )
-    found = _twins.get(key)
+    found = _models.get(key)
     if found is None or (seed is not None and found.recorded.seed not in (None, seed)):
         build = functools.partial(build_model, hf_config, attn_implementation=attn_implementation)
         # Whatever device the caller's context has: on its meta device, values that rules copy would be lost for all.
@@ -79,18 +79,18 @@ def twin_of(hf_config: Any, attn_implementation: str | None = None, *, seed: int
         for module in recorded.model.modules():  # whose values are known by now
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to("meta")
-        _twins[key] = found = Twin(recorded, family)
-    _twins.move_to_end(key)
-    while len(_twins) > _KEPT:
-        _twins.popitem(last=False)
+        _models[key] = found = MetaModel(recorded, family)
+    _models.move_to_end(key)
+    while len(_models) > _KEPT:
+        _models.popitem(last=False)
     return found
 
 
 def count_parameters(hf_config: Any) -> int:
     """Count the parameters of the model, a tied weight once; nothing is allocated."""
-    return twin_of(hf_config).table.count()
+    return meta_model(hf_config).table.count()
 
 
 def init_rules(hf_config: Any, *, seed: int) -> Callable[[str], InitRule]:
     """Return :meth:`smp.models.init_rules.Recorded.rule` of the causal language model of a config."""
-    return twin_of(hf_config, seed=seed).recorded.rule
+    return meta_model(hf_config, seed=seed).recorded.rule
