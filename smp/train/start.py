@@ -269,7 +269,8 @@ def read_saved(path: Path | RemoteCheckpoint, optim: OptimConfig, *, local: bool
         theirs, mine = of_script(theirs), of_script(mine)
         plain = {"optimizer": PLAIN["optimizer"], "optimizer_state_dtype": optim.param_dtype}
     if theirs != mine:
-        flags = "" if "class" in theirs else f"give {kind_text(theirs or plain)}, or "
+        differ = {name: theirs.get(name, plain[name]) for name in plain if theirs.get(name) != mine.get(name)}
+        flags = "" if "class" in theirs else f"give {kind_text(differ)}, or "
         raise UserError(
             f"checkpoint {path} was made with the optimizer {kind_text(theirs)} and the job has {kind_text(mine)}: "
             f"{flags}write a model of it with `smp export`, and start from that"

@@ -10,7 +10,7 @@ import pytest
 
 from smp.memory.estimate import memory_at
 from smp.memory.shape import Moment
-from smp.train.checked_job import sizes
+from smp.train.job import sizes
 from tests.planned import job_of, measured, planned
 
 LLAMA = (
