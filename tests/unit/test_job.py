@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from smp.errors import UserError
+from smp.optim.config import OptimConfig
 from smp.train.on_resume import _change_of_data
 from smp.train.start import require_agreement
 from smp.train.state import Start, TrainState
@@ -23,7 +24,7 @@ def plan(**change):
     values = {
         "train_data": types.SimpleNamespace(fingerprint="data", digest="rows"),
         "validation_data": None,
-        "config": types.SimpleNamespace(flat=lambda: {"lr": 1.0}),
+        "config": types.SimpleNamespace(flat=lambda: {"lr": 1.0}, optim=OptimConfig()),
     }
     return types.SimpleNamespace(**{**values, **change})
 
@@ -42,7 +43,10 @@ def _check():
             plan(train_data=types.SimpleNamespace(fingerprint="data", digest="x")),
             START,
         ),
-        "--lr: 2.0 there, 1.0 here": (plan(config=types.SimpleNamespace(flat=lambda: {"lr": 2.0})), START),
+        "--lr: 2.0 there, 1.0 here": (
+            plan(config=types.SimpleNamespace(flat=lambda: {"lr": 2.0}, optim=OptimConfig())),
+            START,
+        ),
     }
     for sentence, other in differences.items():
         with pytest.raises(UserError, match=f"rank 1 disagrees with rank 0 on {sentence}"):
