@@ -20,11 +20,15 @@ CHECKPOINT = pathlib.Path("/runs/a/m-10steps")
 START = Start(CHECKPOINT, None, TrainState(10, 40, 99), global_batch_size=4, max_steps=20)
 
 
+def config_of(**flags):
+    return types.SimpleNamespace(flat=lambda: flags, optim=OptimConfig())
+
+
 def plan(**change):
     values = {
         "train_data": types.SimpleNamespace(fingerprint="data", digest="rows"),
         "validation_data": None,
-        "config": types.SimpleNamespace(flat=lambda: {"lr": 1.0}, optim=OptimConfig()),
+        "config": config_of(lr=1.0),
     }
     return types.SimpleNamespace(**{**values, **change})
 
