@@ -64,7 +64,7 @@ def take_losses(metrics: list[pathlib.Path]) -> None:
 
 
 def optimizers() -> Figure:
-    """Draw the losses of one job by optimizer, as far as they can be told apart, and their differences from AdamW's."""
+    """Draw the losses of one job by optimizer, and their differences from the first one's."""
     records = [json.loads(line) for line in OPTIMIZERS.read_text(encoding="utf-8").splitlines()]
     runs = list(dict.fromkeys(record["run"] for record in records))
     curves = {run: {r["step"]: r["loss"] for r in records if r["run"] == run and "loss" in r} for run in runs}
@@ -79,7 +79,7 @@ def optimizers() -> Figure:
     right.set(xlabel="step", title=f"difference from {runs[0]}")
     for axes in (left, right):
         axes.grid(axis="y", color="#e4e4e4", lw=0.8)
-    left.legend(frameon=False)
+    left.legend(frameon=False, loc="upper right")
     return figure
 
 
