@@ -45,6 +45,7 @@ class Axis:
 AXES = [
     Axis("cp", "context_parallel_degree", inside=True, shares=frozenset({"sample"})),
     Axis("tp", "tensor_parallel_degree", inside=False, shares=frozenset({"sample", "loss"})),
+    Axis("ep", "expert_parallel_degree", over=("dp_shard", "tp")),
 ]
 
 

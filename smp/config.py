@@ -236,6 +236,10 @@ class ParallelConfig(Section):
     context_parallel_degree: int = setting(
         1, "Ranks that split each sequence; they are of one sharding group, and counted in its degree.", minimum=1
     )
+    expert_parallel_degree: int = setting(
+        1, "Ranks that split the experts of a mixture, folded over sharding, context and tensor ranks: it takes none "
+        "of its own.", minimum=1
+    )  # fmt: skip
     cp_comm_type: Literal["auto", "p2p", "all_gather", "all_to_all"] = setting(
         "auto",
         "Communication of context parallelism: keys and values in a ring (p2p) or all-gathered, or an all-to-all of "

@@ -60,8 +60,7 @@ ABSENT: dict[str, tuple[Absent, ...]] = {
         Absent("log_reduced_training_loss", False, "SMP v2's switch to a loss averaged over all ranks.",
                no_effect="the logged loss is always the mean over the global batch"),
     ),
-    "context_parallel_degree": (
-        Absent("expert_parallel_degree", 1, "Ranks that split the experts.", f"{_NO_MOE}at 1"),
+    "expert_parallel_degree": (
         Absent("use_smp_implementation", False, "SMP v2's switch to its own tensor-parallel model code.",
                no_effect="--tensor_parallel_degree above 1 is the switch, and the model code is always Hugging Face's"),
     ),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from smp.errors import UserError, a_type, one_line
+from smp.errors import UserError, one_line
 from smp.models.derive_plan import Call, derive_plan
+from smp.models.experts import without_experts
 from smp.models.family import COMMON_SETTINGS, Family, LogitTransform
 from smp.models.file_names import file_names_of
 from smp.models.logits import find_logits
@@ -27,7 +27,6 @@ OTHER_SETTINGS = {
     "rotary_pct": ("rope_parameters.partial_rotary_factor",),
 }
 _BIDIRECTIONAL = {"cpmant"}  # whatever the config says
-_MIXTURE = re.compile(r"Expert|MoE|Moe(?![a-z])|MOE")
 _TRACE = "smp_trace"  # an attention function for which transformers makes no mask
 
 
@@ -105,13 +104,18 @@ def without_masks(model: nn.Module, attend: Callable[..., Any] = _attend_nothing
 
 
 @contextlib.contextmanager
-def with_one_rope(model: nn.Module) -> Iterator[None]:
-    """Take rotary embeddings of dynamic and longrope types as default ones: these read the longest position."""
+def without_values(model: nn.Module) -> Iterator[None]:
+    """Let a forward be followed without values.
+
+    Rotary embeddings of dynamic and longrope types, which read the longest position, are taken as default ones, and
+    experts are left out.
+    """
     former = {module: module.rope_type for module in model.modules() if hasattr(module, "rope_type")}
     try:
         for module, kind in former.items():
             module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"  # type: ignore[assignment]
-        yield
+        with without_experts(model):
+            yield
     finally:
         for module, kind in former.items():
             module.rope_type = kind
@@ -128,7 +132,7 @@ def _trace(model: nn.Module, watched: dict[str, nn.Module], ids: torch.Tensor) -
         for path, module in watched.items()
     ]
     try:
-        with torch.enable_grad(), torch.device("meta"), with_one_rope(model):
+        with torch.enable_grad(), torch.device("meta"), without_values(model):
             model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
@@ -247,13 +251,9 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
         plan: tensor-parallel plan written by hand; None: that of transformers, if it has one.
 
     Raises:
-        UserError: it is no decoder, a mixture of experts, or its forward is not embedding, blocks and head.
+        UserError: it is no decoder, or its forward is not embedding, blocks and head.
     """
     hf_config: Any = model.config
-    if mixture := next(
-        (m for m in model.modules() if _MIXTURE.search(type(m).__name__.removesuffix("ForCausalLM"))), None
-    ):
-        raise _refusal(hf_config, f"mixture-of-experts models are out of scope for now (it has {a_type(mixture)})")
     embedding = _path_of(model, model.get_input_embeddings())  # type: ignore[operator]
     head = _path_of(model, model.get_output_embeddings())  # type: ignore[operator]
     if embedding is None or head is None:
@@ -276,7 +276,8 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""  # type: ignore[arg-type]
     why = ""
     if plan is None:
-        plan, why = derive_plan(model, blocks.removeprefix(prefix), [c for c in calls if c.path in block_paths])
+        with without_experts(model):
+            plan, why = derive_plan(model, blocks.removeprefix(prefix), [c for c in calls if c.path in block_paths])
     return Family(
         name=hf_config.model_type,
         hf_model_type=hf_config.model_type,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from smp.models.derive import with_one_rope, without_masks
+from smp.models.derive import without_values, without_masks
 
 _SEQUENCE = 64  # tokens that are counted
 
@@ -79,7 +79,7 @@ def _count(model: nn.Module, block: nn.Module) -> int:
 
     block.forward = watched  # type: ignore[method-assign]
     try:
-        with torch.enable_grad(), torch.device("meta"), with_one_rope(model):
+        with torch.enable_grad(), torch.device("meta"), without_values(model):
             model(input_ids=torch.zeros(1, _SEQUENCE, dtype=torch.long, device="meta"), use_cache=False)
     except _CountedError:  # of what follows, nothing is asked
         pass

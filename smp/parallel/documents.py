@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp.errors import UserError
-from smp.models.derive import with_one_rope
+from smp.models.derive import without_values
 from smp.models.hf_values import ropes_of
 from smp.models.registry import build_model
 
@@ -108,7 +108,7 @@ def check_documents(hf_config: Any, length: int = 0) -> None:
         return positions
 
     try:
-        with torch.no_grad(), torch.device("meta"), told(find), with_one_rope(model):
+        with torch.no_grad(), torch.device("meta"), told(find), without_values(model):
             model(input_ids=ids, position_ids=positions, use_cache=False)
     except TypeError as error:
         raise no_documents("its forward takes no positions") from error

@@ -28,15 +28,13 @@ FOLDED = axes.Axis("ep", "expert_parallel_degree", over=("dp_shard", "tp"))
 
 @contextlib.contextmanager
 def listed(axis: axes.Axis = EP) -> Iterator[None]:
-    """The axis is on the list, and its setting, which has been there before it, takes any degree."""
-    field = next(field for field in dataclasses.fields(ParallelConfig) if field.name == axis.flag)
-    kept, field.metadata = field.metadata, {**field.metadata, "only": ()}
-    axes.AXES.insert(1, axis)
+    """The axis is on the list, in place of the one that has its name."""
+    kept = axes.AXES[:]
+    axes.AXES[:] = [kept[0], axis, *(each for each in kept[1:] if each.name != axis.name)]
     try:
         yield
     finally:
-        axes.AXES.remove(axis)
-        field.metadata = kept
+        axes.AXES[:] = kept
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 from smp.errors import one_line
 from smp.models.attention_support import attention_dropout
-from smp.models.derive import without_masks
+from smp.models.derive import without_masks, without_values
 from smp.models.hf_values import ropes_of
 from smp.models.registry import build_model, family_of
 from smp.parallel.attention import WIDEST_HEAD, window_of
@@ -49,7 +49,7 @@ def misfit(hf_config: Any, *, on_gpu: bool = False) -> str | None:
         return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
     try:
-        with torch.no_grad(), torch.device("meta"), without_masks(model, attend):
+        with torch.no_grad(), torch.device("meta"), without_masks(model, attend), without_values(model):
             ids, positions = (torch.zeros(2, length, dtype=torch.long) for _ in range(2))
             model(input_ids=ids, position_ids=positions, use_cache=False, **{SHARD: shard})
     except Exception as error:  # of any type: code of any model

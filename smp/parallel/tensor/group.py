@@ -21,8 +21,8 @@ from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.parallel.random_numbers import draw_seed, seeded
 
 # A custom operation, so that selective activation checkpointing can save its result.
-_library = torch.library.Library("smp", "DEF")
-_library.define("reduce_tokens(Tensor partial, str group, int size) -> Tensor")
+library = torch.library.Library("smp", "DEF")
+library.define("reduce_tokens(Tensor partial, str group, int size) -> Tensor")
 
 
 def _reduce_tokens(partial: torch.Tensor, group: str, size: int) -> torch.Tensor:
@@ -42,8 +42,8 @@ def _like_reduced(partial: torch.Tensor, group: str, size: int) -> torch.Tensor:
     return partial.new_empty(batch, length // size, hidden)
 
 
-_library.impl("reduce_tokens", _reduce_tokens, "CompositeExplicitAutograd")
-torch.library.register_fake("smp::reduce_tokens", _like_reduced, lib=_library)
+library.impl("reduce_tokens", _reduce_tokens, "CompositeExplicitAutograd")
+torch.library.register_fake("smp::reduce_tokens", _like_reduced, lib=library)
 
 
 class TPGroup:

@@ -1,0 +1,47 @@
+"""What a rank's experts make of the rows that are theirs, by the attributes that transformers gives such a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from smp.local_shards import local_tensor
+
+
+def _multiply(module: Any, name: str, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Multiply rows, sorted by expert, with their expert's matrix, and add its bias.
+
+    With ``torch.nn.functional.grouped_mm``, but in fp64, which it does not take, and where there are no rows.
+    """
+    weight = local_tensor(getattr(module, name))
+    if rows.dtype == torch.float64 or not len(rows):
+        parts = zip(rows.split(counts), weight, strict=True)
+        found = torch.cat([part @ each if module.is_transposed else F.linear(part, each) for part, each in parts])
+    else:
+        ends = torch.tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
+        found = F.grouped_mm(rows, weight if module.is_transposed else weight.transpose(-2, -1), offs=ends)
+    if module.has_bias:
+        of_row = torch.tensor(counts, device=rows.device)
+        bias = local_tensor(getattr(module, f"{name}_bias"))
+        found = found + bias.repeat_interleave(of_row, 0, output_size=len(rows))
+    return found
+
+
+def compute(module: nn.Module, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Return the experts' outputs, ``(rows, hidden)``.
+
+    A rank without rows computes all the same: its experts have gradients of zeros, and no collective is left out.
+
+    Args:
+        module: has the experts, or this rank's, along the first axis of each parameter.
+        rows: ``(rows, hidden)``, sorted by expert.
+        counts: rows of each expert; they sum up to the rows, so that nothing is computed of rows that are none.
+    """
+    experts: Any = module
+    hidden = _multiply(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts)
+    hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    hidden = _multiply(experts, "down_proj", hidden, counts)
+    return experts.post_expert_norm(hidden) if getattr(experts, "has_post_expert_norm", False) else hidden

@@ -1,0 +1,91 @@
+"""Experts of a mixture over ranks: each keeps some, and tokens are sent to the ranks of theirs; none is dropped.
+
+The axis is folded over sharding, context and tensor ranks, and takes no ranks of its own. What is not an expert is
+sharded and computed as in any model. Source of the folding: torchtitan's ``ParallelDims``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from smp.axes import divisors, listed
+from smp.config import ParallelConfig
+from smp.models.experts import expert_modules
+from smp.models.meta_model import meta_model
+from smp.parallel.experts.compute import compute
+from smp.parallel.experts.dispatch import inverse, send_back, send_to_experts, sort_by_expert
+from smp.parallel.technique import Setup
+
+Config = ParallelConfig
+NAME = "smp"  # of the experts function in transformers' registry
+_GROUP = "_smp_expert_group"
+# Functions of transformers that gather a matrix for each token, or have no backward.
+_REFUSED = ("batched_mm", "deepgemm", "deepgemm_megamoe")
+
+
+def experts_forward(
+    module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """Compute as transformers' eager experts, with those of other ranks computed there.
+
+    Args:
+        hidden: ``(tokens, hidden)``.
+        index: ``(tokens, top_k)``, the experts of each token.
+        weights: ``(tokens, top_k)``, theirs; multiplied where the token came from, so that routers have gradients.
+    """
+    group, top = getattr(module, _GROUP, None), index.shape[-1]
+    experts = module.down_proj.shape[0]
+    by_expert = sort_by_expert(index, experts)
+    rows = hidden[by_expert.order // top]
+    if group is None:
+        out = compute(module, rows, by_expert.counts.tolist())
+    else:
+        rows, how = send_to_experts(rows, by_expert.counts, group)
+        out = send_back(compute(module, rows, how.counts), how)
+    out = out[inverse(by_expert.order)].view(len(index), top, -1)
+    return (out * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def problems(hf_config: Any, setup: Setup) -> list[str]:
+    """Return why experts cannot be split."""
+    degree, found = setup.mesh.degree("ep"), []
+    asked = getattr(hf_config, "_experts_implementation_internal", None)
+    if asked in _REFUSED:
+        found.append(f"experts_implementation {asked} is not for training: leave it out")
+    if degree == 1:
+        return found
+    flag = f"--expert_parallel_degree {degree}"
+    modules = [module for _, module in expert_modules(meta_model(hf_config).model)]
+    if not modules:
+        return [*found, f"{flag}: a model of type {hf_config.model_type!r} has no experts that can be split: leave it out"]
+    if any(getattr(module, "has_post_expert_norm", False) for module in modules):
+        return [*found, f"{flag}: the experts of {hf_config.model_type!r} share a norm, which is not split: leave it out"]
+    counts = {module.down_proj.shape[0] for module in modules}  # type: ignore[union-attr]
+    if odd := next((count for count in sorted(counts) if count % degree), None):
+        legal = [d for d in divisors(odd) if all(count % d == 0 for count in counts)]
+        found.append(f"{flag} does not divide the {odd} experts of a layer: choose one of {listed(legal)}")
+    return found
+
+
+def apply(model: nn.Module, setup: Setup) -> None:
+    """Let the experts compute by smp's function, and give each rank of the axis its own."""
+    modules: list[Any] = [module for _, module in expert_modules(model)]
+    if not modules:
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    for module in modules:
+        module.config._experts_implementation_internal = NAME
+    if setup.mesh.degree("ep") == 1:
+        return
+    over = setup.mesh.view("ep")["ep"]
+    for module in modules:
+        setattr(module, _GROUP, setup.mesh.roles["ep"].group)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            split = distribute_tensor(parameter.detach(), over, [Shard(0)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
