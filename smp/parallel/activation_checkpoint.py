@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -12,13 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from smp.config import ActivationConfig
 from smp.errors import UserError
 from smp.log import get_logger
 from smp.memory.shape import ModelShape, Moment, Workload, block_bytes, splits_tokens
 from smp.mesh import Mesh
+from smp.models.experts import is_experts
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import splits_sequences
 from smp.parallel.linear import ProductCounter, product_of
@@ -52,7 +62,11 @@ _REDUCTIONS = {
     "_c10d_functional::all_reduce",
     "_c10d_functional::reduce_scatter_tensor",
     "_c10d_functional::all_to_all_single",
+    "smp::exchange_rows",
 }
+# What decides which tokens an expert gets. It is kept at any mode: scores that tie, or differ in a last bit, would be
+# sent otherwise, and ranks that send other numbers of rows than in forward wait for each other.
+_ROUTING = {"smp::chosen_experts", "smp::exchange_counts"}
 
 
 def choose(situation: Situation) -> Iterator[Choice]:
@@ -79,10 +93,41 @@ def _policy(*, attention: bool = True) -> Callable[..., CheckpointPolicy]:
         if name in _PRODUCTS:
             keep = products[context.is_recompute].is_odd()
         else:
-            keep = name in _REDUCTIONS or (attention and name.rpartition("::")[2] in _ATTENTION)
+            keep = name in _REDUCTIONS | _ROUTING or (attention and name.rpartition("::")[2] in _ATTENTION)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
+
+
+def _keep_routing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save which experts get which tokens; recompute the rest."""
+    return CheckpointPolicy.MUST_SAVE if operation.name() in _ROUTING else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def hide_from_selection(module: FSDPModule) -> None:
+    """Hide from the selection of what is saved, which counts operations, those of ``fully_shard`` inside of a block.
+
+    Recomputation enters a sharded module as the first one of a forward, and has more of them than the forward.
+    """
+    hooks: Any = module
+    state = hooks._get_fsdp_state()
+    for registered, handle in (
+        (hooks._forward_pre_hooks, state._pre_forward_hook_handle),
+        (hooks._forward_hooks, state._post_forward_hook_handle),
+    ):
+        registered[handle.id] = _without_selection()(registered[handle.id])
+
+
+@contextlib.contextmanager
+def _without_selection() -> Iterator[None]:
+    popped = []
+    while isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
+        popped.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(popped):
+            _push_mode(mode)
 
 
 def _blocks(model: nn.Module | Iterable[nn.Module], check_fn: Callable[[nn.Module], bool] | None) -> list[nn.Module]:
@@ -179,7 +224,7 @@ def apply_activation_checkpointing(
             of keys and values, which a model's forward then does without.
         check_fn: tells the model's blocks, as for torch's function of this name:
             ``lambda module: isinstance(module, LlamaDecoderLayer)``.
-        mode: ``full`` saves a block's input alone; ``selective`` also the outputs of attention, of reductions over
+        mode: ``full`` saves a block's input alone, and of a mixture which experts get which tokens; ``selective`` also the outputs of attention, of reductions over
             ranks and of every other matrix product. Under context parallelism attention is recomputed, with its
             collectives.
         every: recompute every n-th block only, beginning with the first.
@@ -199,6 +244,8 @@ def apply_activation_checkpointing(
         leave_out_cache(model)
     if mode == "selective":
         options["context_fn"] = functools.partial(_selective_contexts, not any(map(splits_sequences, blocks)))
+    elif any(is_experts(module) for block in blocks for module in block.modules()):
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_routing)
     for index, block in enumerate(blocks):
         setattr(block, _MARK, True)
         if index % every:

@@ -24,6 +24,7 @@ from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import state_bytes, working_bytes
+from smp.parallel.activation_checkpoint import hide_from_selection
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.gradient_sum import begin_microbatch, sum_gradients
 from smp.parallel.technique import Setup, model_blocks
@@ -97,6 +98,8 @@ def shard_model(
                 sum_gradients(module)
             # By module, as its parameter group has the buffers; over the group of the last dimension, the shards.
             install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
+            if unit.axis is not None:
+                hide_from_selection(module)
     _set_prefetch(units, parallel)
     # What clips, logs or wraps the gradients later must know whether they are sums: a factor of all ranks is at stake.
     setattr(model, _SUMMED, True)

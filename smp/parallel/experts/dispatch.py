@@ -1,7 +1,8 @@
 """Tokens to the ranks of their experts, and back.
 
-Each is a custom operation, so that activation checkpointing can save its result: counts always, as a rank that sent
-others than in its forward would wait for rows that nobody sends, and rows where it saves reductions.
+What decides where a row goes, and sends it, is a custom operation, so that activation checkpointing can save its result:
+which experts a token has always, as a rank that decided otherwise than in its forward would wait for rows that nobody
+sends, and rows where it saves reductions. An operation of its own, as routers normalise the scores of torch's in place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from smp.parallel.tensor.group import library
 
+library.define("chosen_experts(Tensor index) -> Tensor")
 library.define("exchange_counts(Tensor counts, str group, int size) -> Tensor")
 library.define("exchange_rows(Tensor rows, int[] send, int[] receive, str group) -> Tensor")
 
@@ -34,8 +36,10 @@ def _exchange_rows(rows: torch.Tensor, send: list[int], receive: list[int], grou
     return found
 
 
+library.impl("chosen_experts", torch.clone, "CompositeExplicitAutograd")
 library.impl("exchange_counts", _exchange_counts, "CompositeExplicitAutograd")
 library.impl("exchange_rows", _exchange_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("smp::chosen_experts", torch.empty_like, lib=library)
 torch.library.register_fake("smp::exchange_counts", lambda counts, group, size: torch.empty_like(counts), lib=library)
 torch.library.register_fake(
     "smp::exchange_rows", lambda rows, send, receive, group: rows.new_empty(sum(receive), *rows.shape[1:]), lib=library

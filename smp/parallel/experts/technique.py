@@ -37,7 +37,7 @@ def experts_forward(
         index: ``(tokens, top_k)``, the experts of each token.
         weights: ``(tokens, top_k)``, theirs; multiplied where the token came from, so that routers have gradients.
     """
-    group, top = getattr(module, _GROUP, None), index.shape[-1]
+    group, top, index = getattr(module, _GROUP, None), index.shape[-1], torch.ops.smp.chosen_experts(index)
     experts = module.down_proj.shape[0]
     by_expert = sort_by_expert(index, experts)
     rows = hidden[by_expert.order // top]
