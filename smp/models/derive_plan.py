@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from smp.errors import one_line
+from smp.models.experts import is_experts
 from smp.models.tensor_plan import Part, TensorPlan
 
 _COLUMNS = ("colwise", "colwise_gather_output")
@@ -35,12 +36,24 @@ class _NoPlanError(Exception):
     """Why transformers' plan cannot be used."""
 
 
-def _styles(hf_config: Any, block_list: str, block: nn.Module) -> dict[str, str]:
-    """Return the style of each path in a block; a plan may name what only other configs of the type have."""
+def _with_experts(blocks: Sequence[nn.Module]) -> set[str]:
+    """Return the names of the children of blocks that have experts in any block: each computes a token by itself.
+
+    They are not split: with sequence parallelism a rank sends its own tokens to experts, and gathers none.
+    """
+    return {name for block in blocks for name, child in block.named_children() if any(map(is_experts, child.modules()))}
+
+
+def _styles(hf_config: Any, block_list: str, block: nn.Module, without: set[str]) -> dict[str, str]:
+    """Return the style of each path in a block; a plan may name what only other configs of the type have.
+
+    Args:
+        without: names of the children that are left out.
+    """
     full = getattr(hf_config, "base_model_tp_plan", None) or {}
     prefix = f"{block_list}.*."
     found = {path.removeprefix(prefix): style for path, style in full.items() if path.startswith(prefix)}
-    found = {path: style for path, style in found.items() if _has(block, path)}
+    found = {path: style for path, style in found.items() if _has(block, path) and path.split(".")[0] not in without}
     if not found:
         raise _NoPlanError("transformers has no tensor-parallel plan for it")
     if unknown := sorted(set(found.values()) - {*_COLUMNS, *_ROWS, *_REPLICATED}):
@@ -124,19 +137,21 @@ def _norms(module: nn.Module, path: str, known: set[str], heads: int, key_value:
                 raise _NoPlanError(f"nothing tells how to split {own} of {path}{'.' * bool(name)}{name}")
 
 
-def _check_rest(block: nn.Module, parts: Sequence[Part], hidden: int) -> None:
+def _check_rest(block: nn.Module, parts: Sequence[Part], hidden: int, without: set[str]) -> None:
     """Check that everything outside the parts computes each token by itself: norms and factors have vectors only."""
     for name, parameter in block.named_parameters():
-        inside = any(name.startswith(f"{part.module}.") for part in parts)
+        inside = any(name.startswith(f"{part.module}.") for part in parts) or name.split(".")[0] in without
         if not inside and (parameter.ndim > 1 or parameter.numel() not in (1, hidden)):
             raise _NoPlanError(f"transformers' plan says nothing of {name}")
 
 
-def _check_alike(blocks: Sequence[nn.Module]) -> None:
-    """Check that all blocks have the same parameters of the same shapes."""
-    first = {name: parameter.shape for name, parameter in blocks[0].named_parameters()}
-    for index, block in enumerate(blocks):
-        if {name: parameter.shape for name, parameter in block.named_parameters()} != first:
+def _check_alike(blocks: Sequence[nn.Module], without: set[str]) -> None:
+    """Check that all blocks have the same parameters of the same shapes, but in the children that are left out."""
+    shapes = [
+        {name: p.shape for name, p in block.named_parameters() if name.split(".")[0] not in without} for block in blocks
+    ]
+    for index, found in enumerate(shapes):
+        if found != shapes[0]:
             raise _NoPlanError(f"its blocks differ: block {index} has other parameters than block 0")
 
 
@@ -252,17 +267,20 @@ def derive_plan(model: nn.Module, block_list: str, calls: Sequence[Call]) -> tup
     blocks = [model.get_submodule(call.path) for call in calls]
     heads = getattr(hf_config, "num_attention_heads", None)
     try:
-        styles = _styles(hf_config, block_list, blocks[0])
+        without = _with_experts(blocks)
+        styles = _styles(hf_config, block_list, blocks[0], without)
         if type(heads) is not int:
             raise _NoPlanError("its config does not tell the number of heads")
         key_value = getattr(hf_config, "num_key_value_heads", None) or heads
-        _check_alike(blocks)
+        _check_alike(blocks, without)
         parts = _parts(blocks[0], styles, heads, key_value)
-        _check_rest(blocks[0], parts, calls[0].input.shape[-1])
+        _check_rest(blocks[0], parts, calls[0].input.shape[-1], without)
         degree = next((d for d in range(2, heads + 1) if heads % d == 0 and not (key_value % d and d % key_value)), 0)
         widths: list[Any] = [blocks[0].get_submodule(f"{p.module}.{p.row}").in_features for p in parts if not p.heads]
         if degree:
             parts = _with_counts(blocks[0], parts, calls[0], heads, key_value, degree)
+        if without and not widths:  # no MLP is split, and a rank has as much as of the heads
+            widths = [heads]
         if len(set(widths)) != 1:
             raise _NoPlanError("its blocks have no MLP, or several of different widths")
     except _NoPlanError as error:

@@ -1,5 +1,7 @@
 """Experts of a mixture over ranks: each keeps some, and tokens are sent to the ranks of theirs; none is dropped.
 
+It is applied before tensor parallelism, which takes what is split already as it is.
+
 The axis is folded over sharding, context and tensor ranks, and takes no ranks of its own. What is not an expert is
 sharded and computed as in any model. Source of the folding: torchtitan's ``ParallelDims``.
 """
@@ -59,6 +61,9 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
     if degree == 1:
         return found
     flag = f"--expert_parallel_degree {degree}"
+    if setup.mesh.tp.size > 1 and not setup.settings[Config].sequence_parallel:
+        found.append(f"{flag} with tensor parallelism needs --sequence_parallel 1, under which ranks have other tokens: "
+                     f"set it, or leave {flag.split()[0]} out")  # fmt: skip
     modules = [module for _, module in expert_modules(meta_model(hf_config).model)]
     if not modules:
         return [*found, f"{flag}: a model of type {hf_config.model_type!r} has no experts that can be split: leave it out"]
