@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from smp.models.derive import without_values, without_masks
+from smp.models.derive import without_masks, without_values
 
 _SEQUENCE = 64  # tokens that are counted
 

@@ -224,9 +224,9 @@ def apply_activation_checkpointing(
             of keys and values, which a model's forward then does without.
         check_fn: tells the model's blocks, as for torch's function of this name:
             ``lambda module: isinstance(module, LlamaDecoderLayer)``.
-        mode: ``full`` saves a block's input alone, and of a mixture which experts get which tokens; ``selective`` also the outputs of attention, of reductions over
-            ranks and of every other matrix product. Under context parallelism attention is recomputed, with its
-            collectives.
+        mode: ``full`` saves a block's input alone, and of a mixture which experts get which tokens; ``selective`` also
+            the outputs of attention, of reductions over ranks and of every other matrix product. Under context
+            parallelism attention is recomputed, with its collectives.
         every: recompute every n-th block only, beginning with the first.
         preserve_rng_state: draw the same random numbers again; False spares the copies of the generators, where
             no random numbers are drawn.

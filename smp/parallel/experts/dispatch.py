@@ -1,8 +1,8 @@
 """Tokens to the ranks of their experts, and back.
 
-What decides where a row goes, and sends it, is a custom operation, so that activation checkpointing can save its result:
-which experts a token has always, as a rank that decided otherwise than in its forward would wait for rows that nobody
-sends, and rows where it saves reductions. An operation of its own, as routers normalise the scores of torch's in place.
+What decides where a row goes, and what sends it, is a custom operation, so that activation checkpointing can save its
+result: which experts a token has at any mode, as a rank that decided otherwise than in its forward would wait for rows
+that nobody sends, and rows where it saves reductions. ``topk`` is not saved: routers normalise its result in place.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class Exchanged(NamedTuple):
     group: str
 
 
-def send_to_experts(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Exchanged]:
+def send_to_experts(
+    rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, Exchanged]:
     """Send rows to the ranks of their experts; returns what this rank has got, sorted by its experts.
 
     The counts are read on the host, once.

@@ -8,6 +8,7 @@ sharded and computed as in any model. Source of the folding: torchtitan's ``Para
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,17 +63,19 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
         return found
     flag = f"--expert_parallel_degree {degree}"
     if setup.mesh.tp.size > 1 and not setup.settings[Config].sequence_parallel:
-        found.append(f"{flag} with tensor parallelism needs --sequence_parallel 1, under which ranks have other tokens: "
-                     f"set it, or leave {flag.split()[0]} out")  # fmt: skip
-    modules = [module for _, module in expert_modules(meta_model(hf_config).model)]
+        found.append(
+            f"{flag} with tensor parallelism needs --sequence_parallel 1, under which its ranks have different tokens: "
+            f"set it, or leave {flag.split()[0]} out"
+        )
+    modules: list[Any] = [module for _, module in expert_modules(meta_model(hf_config).model)]
+    kind, counts = hf_config.model_type, sorted({module.down_proj.shape[0] for module in modules})
     if not modules:
-        return [*found, f"{flag}: a model of type {hf_config.model_type!r} has no experts that can be split: leave it out"]
+        return [*found, f"{flag}: a model of type {kind!r} has no experts that can be split: leave it out"]
     if any(getattr(module, "has_post_expert_norm", False) for module in modules):
-        return [*found, f"{flag}: the experts of {hf_config.model_type!r} share a norm, which is not split: leave it out"]
-    counts = {module.down_proj.shape[0] for module in modules}  # type: ignore[union-attr]
-    if odd := next((count for count in sorted(counts) if count % degree), None):
-        legal = [d for d in divisors(odd) if all(count % d == 0 for count in counts)]
-        found.append(f"{flag} does not divide the {odd} experts of a layer: choose one of {listed(legal)}")
+        return [*found, f"{flag}: the experts of type {kind!r} share a norm, which is not split: leave it out"]
+    if math.gcd(*counts) % degree:
+        legal = listed(divisors(math.gcd(*counts)))
+        found.append(f"{flag} does not divide the {listed(counts)} experts of a layer: choose one of {legal}")
     return found
 
 
