@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from smp.models.projection import projection_size
 
 _NONE = "smp_no_experts"  # an experts function under which no token is sent to an expert
 
@@ -23,6 +25,45 @@ def is_experts(module: nn.Module) -> bool:
 def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules with experts by path, in order."""
     return [(path, module) for path, module in model.named_modules() if is_experts(module)]
+
+
+class Layer(NamedTuple):
+    """The experts of a layer.
+
+    Attributes:
+        path: of the module.
+        experts: their number.
+        top: of these that each token is sent to.
+        weights: elements of the matrices of one expert.
+        router: elements of the matrix that chooses them, where it is of no linear layer; else 0.
+    """
+
+    path: str
+    experts: int
+    top: int
+    weights: int
+    router: int
+
+
+# How configs name the experts of a token, where no module has ``top_k``.
+_TOP = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "moe_top_k")
+
+
+def expert_layers(model: nn.Module) -> list[Layer]:
+    """Return the layers with experts, in order; the model may be on the meta device."""
+    found = []
+    for path, module in expert_modules(model):
+        block: Any = model.get_submodule(path.rpartition(".")[0])
+        beside = [child for child in block.children() if child is not module]
+        count: int = module.down_proj.shape[0]  # type: ignore[index, union-attr, assignment]
+        tops = [getattr(each, "top_k", None) for each in (block, *beside)]
+        tops += [getattr(model.config, name, None) for name in _TOP]  # type: ignore[union-attr]
+        top = next((value for value in tops if type(value) is int), count)
+        matrices = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3) // count
+        routers = [each._parameters.get("weight") for each in beside if projection_size(each) is None]
+        router = next((w.numel() for w in routers if w is not None and w.dim() == 2 and w.shape[0] == count), 0)
+        found.append(Layer(path, count, top, matrices, router))
+    return found
 
 
 def _leave_out(module: nn.Module, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from smp.models.experts import expert_layers
 from smp.models.meta_model import meta_model
 from smp.models.parameters import ParameterTable
 from smp.models.projection import projection_size
@@ -35,7 +36,7 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
     """Count the model FLOPs of one token of training (forward and backward).
 
     6 for each weight of a linear layer, which includes the output head (tied or not) and leaves out the embedding, a
-    look-up; and for attention 12 x layers x query heads x head width x sequence length. Of a frozen model 4 for each
+    look-up, and of a mixture those of the experts that a token is sent to; and for attention 12 x layers x query heads x head width x sequence length. Of a frozen model 4 for each
     weight, which has no gradient, and 6 for each trained one.
 
     Args:
@@ -53,13 +54,17 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
     sizes = ((module._parameters.get("weight"), projection_size(module)) for module in meta.model.modules())
     weights = [(first[id(weight)], size[0] * size[1]) for weight, size in sizes if size is not None]
     count, with_gradient = sum(size for _, size in weights), {spec.name for spec in table.trained}
+    layers = expert_layers(meta.model)
+    routed = sum(layer.top * layer.weights + layer.router for layer in layers)  # of the experts that a token is sent to
     own = sum(size for name, size in weights if name in with_gradient)
-    if own == count:
-        products, counted = 6 * count, f"6 x {count} matmul weights (head included, embedding not)"
+    which = "of a token's experts, head included, embedding not" if layers else "head included, embedding not"
+    is_trained, count = own == count, count + routed
+    if is_trained:
+        products, counted = 6 * count, f"6 x {count} matmul weights ({which})"
     else:
         trained = table.count(lambda spec: spec.added)
         products = 4 * count + 6 * trained + 2 * own  # a weight's gradient is a product
-        counted = f"4 x {count} frozen matmul weights (head included, embedding not) + 6 x {trained} trained ones"
+        counted = f"4 x {count} frozen matmul weights ({which}) + 6 x {trained} trained ones"
         counted += f" + 2 x {own} of the head" if own else ""
     attention, heads = _attention_layers(hf_config), getattr(hf_config, "num_attention_heads", None) or 1
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
