@@ -63,6 +63,7 @@ def in_double() -> Iterator[None]:
         for owner, name in (
             (torch.Tensor, "float"), (torch.Tensor, "to"), (torch.Tensor, "type"), (torch.Tensor, "softmax"),
             (torch.Tensor, "sum"), (torch, "sum"), (torch, "softmax"), (F, "softmax"), (F, "log_softmax"),
+            (torch, "zeros_like"),
         ):  # fmt: skip
             patches.enter_context(mock.patch.object(owner, name, _in_double(getattr(owner, name))))
         patches.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -77,19 +78,19 @@ class Reference(NamedTuple):
     expected: Trajectory
 
 
-def build_plain(model_type: str) -> nn.Module:
+def build_plain(model_type: str, **changes: Any) -> nn.Module:
     """Build the plain model in fp32, with initial values by its own rules."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **changes)
     config._experts_implementation = "eager"  # grouped products take no fp64
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def build_reference(model_type: str) -> Reference:
+def build_reference(model_type: str, **changes: Any) -> Reference:
     """Build and train the plain model; zeros and ones among its values would hide what is left out."""
-    model = build_plain(model_type).double().train()
+    model = build_plain(model_type, **changes).double().train()
     with torch.no_grad(), in_double():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -101,11 +101,14 @@ def _small(name: str, value: Any) -> Any:
     return min([value, *[most for pattern, most in _MOST if re.fullmatch(pattern, name)][:1]])
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, **changes: Any) -> Any:
     """Return a configuration of a type of ``AutoModelForCausalLM`` that trains in a second.
 
-    What transformers derives from other values is derived anew; each kind of layer occurs, in turn; dropout is off. One
+    What transformers derives from other values is derived anew; each kind of layer occurs, in turn; dropout and jitter are off. One
     of several models is as transformers has it.
+
+    Args:
+        changes: values of another variant.
     """
     from transformers import CONFIG_MAPPING
 
@@ -128,7 +131,8 @@ def tiny_config(model_type: str) -> Any:
         changed["is_decoder"] = True
     if "kv_lora_rank" in vars(plain):  # compressed keys and values are spread over all heads
         changed["num_key_value_heads"] = 4
+        changed.pop("qk_head_dim", None)  # the sum of two others
         if getattr(plain, "head_dim", None) == plain.qk_rope_head_dim:
             changed["head_dim"] = changed["qk_rope_head_dim"]
-    changed.update(_CHANGES.get(model_type, {}))
+    changed |= _CHANGES.get(model_type, {}) | changes
     return kind(**{name: value for name, value in changed.items() if value is not None})

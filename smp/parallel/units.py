@@ -39,7 +39,9 @@ def transformer_units(
     middle = [Unit([block], reshard) for block in blocks]
     if tied:
         return [*middle, Unit([embedding, *final], reshard=False)]
-    return [Unit([embedding], reshard=True, in_backward=False), *middle, Unit(final, reshard=False)]
+    # An embedding that has more than its table, as a norm, multiplies its gradient with that.
+    looks_up = len(list(embedding.parameters())) == 1
+    return [Unit([embedding], reshard=True, in_backward=not looks_up), *middle, Unit(final, reshard=False)]
 
 
 def size_based_units(parts: Iterable[nn.Module], *, reshard: bool, minimum: int) -> list[Unit]:
