@@ -104,8 +104,8 @@ def _small(name: str, value: Any) -> Any:
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """Return a configuration of a type of ``AutoModelForCausalLM`` that trains in a second.
 
-    What transformers derives from other values is derived anew; each kind of layer occurs, in turn; dropout and jitter are off. One
-    of several models is as transformers has it.
+    What transformers derives from other values is derived anew; each kind of layer occurs, in turn; dropout and jitter
+    are off. One of several models is as transformers has it.
 
     Args:
         changes: values of another variant.

@@ -24,7 +24,8 @@ REST = [
 ]  # fmt: skip
 GEMMA4_E2B = {
     "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
-    "attention_k_eq_v": False, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    "attention_k_eq_v": False, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
 }  # fmt: skip
 
 
