@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import smp
 from smp.errors import UserError
 from smp.models.attention_support import attention_misfit, default_attention
+from smp.models.experts import expert_modules
 from smp.models.registry import family_of
 from smp.parallel.context.fit import misfit
 from smp.parallel.parallelize import fill_model, parallelize
@@ -62,6 +63,7 @@ def in_double() -> Iterator[None]:
         for owner, name in (
             (torch.Tensor, "float"), (torch.Tensor, "to"), (torch.Tensor, "type"), (torch.Tensor, "softmax"),
             (torch.Tensor, "sum"), (torch, "sum"), (torch, "softmax"), (F, "softmax"), (F, "log_softmax"),
+            (torch, "zeros_like"),
         ):  # fmt: skip
             patches.enter_context(mock.patch.object(owner, name, _in_double(getattr(owner, name))))
         patches.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -76,23 +78,30 @@ class Reference(NamedTuple):
     expected: Trajectory
 
 
-def build_plain(model_type: str) -> nn.Module:
+def build_plain(model_type: str, **changes: Any) -> nn.Module:
     """Build the plain model in fp32, with initial values by its own rules."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    return AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+    config = tiny_config(model_type, **changes)
+    config._experts_implementation = "eager"  # grouped products take no fp64
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def build_reference(model_type: str) -> Reference:
+def build_reference(model_type: str, **changes: Any) -> Reference:
     """Build and train the plain model; zeros and ones among its values would hide what is left out."""
-    model = build_plain(model_type).double().train()
+    model = build_plain(model_type, **changes).double().train()
     with torch.no_grad(), in_double():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        experts = [f"{path}.{name}" for path, module in expert_modules(model) for name, _ in module.named_parameters()]
+        for name in experts:
+            model.get_parameter(name).normal_(std=0.2)
     with in_double():
         reference = Reference(model, reference_trajectory(model, STEPS))
+    for name in experts:
+        assert reference.expected.gradients[name].any(), f"the experts of {name} are never reached"
     family_of(model.config)  # derived once, in fp32, before the ranks are forked
     return reference
 
@@ -155,7 +164,9 @@ def assert_files_fit(reference: Reference, folder: str) -> None:
         assert torch.equal(_whole(parameter), values[name].float()), f"{name} of a checkpoint is read with other values"
     smp.export_hf(read, ours)
     if dist.get_rank() == 0:
-        loaded, report = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float32, output_loading_info=True)
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            ours, dtype=torch.float32, output_loading_info=True, experts_implementation="eager"
+        )
         wrong = {key: sorted(names)[:3] for key, names in report.items() if names}
         assert not wrong, f"from_pretrained reports {wrong}"
         inputs, _ = global_batch(0)

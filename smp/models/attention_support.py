@@ -7,6 +7,7 @@ from typing import Any
 
 from smp.errors import UserError
 
+RANDOM_RATE = re.compile(r"drop(?!_last)|jitter")  # in the names of rates of dropout, and of the jitter of routers
 _CAP = re.compile(r"(?=.*att)(?=.*soft_?cap)")
 _SUPPORT = {  # attribute of the model's class
     "sdpa": "_supports_sdpa",
@@ -91,11 +92,11 @@ def bidirectional(hf_config: Any) -> str | None:
 
 
 def random_rates(hf_config: Any) -> dict[str, float]:
-    """Return the config's rates of dropout, of any name, that are not 0; those of classifiers aside."""
+    """Return the config's rates of dropout and of routers' jitter, of any name, that are not 0; classifiers' aside."""
     return {
         key: value
         for key, value in hf_config.to_dict().items()
-        if re.search(r"drop(?!_last)", key)
+        if RANDOM_RATE.search(key)
         and not key.startswith(("classifier", "summary"))
         and isinstance(value, (int, float))
         and not isinstance(value, bool)

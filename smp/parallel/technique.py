@@ -16,7 +16,7 @@ from smp.config import Section, Settings
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.models.added import AddedParameter
-from smp.models.attention_support import random_rates
+from smp.models.attention_support import RANDOM_RATE, random_rates
 from smp.models.family import Family
 from smp.parallel.microbatch import Microbatch
 
@@ -160,11 +160,11 @@ def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
 
 
 def draws(module: nn.Module, hf_config: Any = None) -> bool:
-    """Return whether a module may draw random numbers: whether it, or the config if that is given, has dropout."""
+    """Return whether a module may draw random numbers: whether it, or the config if given, has dropout or jitter."""
     if hf_config is not None and random_rates(hf_config):
         return True
     return any(
         (isinstance(m, nn.Dropout) and m.p > 0)
-        or any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(m).items())
+        or any(RANDOM_RATE.search(name) and isinstance(rate, float) and rate > 0 for name, rate in vars(m).items())
         for m in module.modules()
     )

@@ -33,13 +33,14 @@ def transformer_units(
     """List the units of a transformer, in the order of the forward: embedding, each block, (final norm, head).
 
     The last unit is used first by backward, so it is not freed in between. The embedding is freed at any strategy, and
-    not gathered again: the gradient of a look-up needs no weights. A tied head is in one unit with the embedding: two
-    units would own and gather the weight twice.
+    not gathered again, unless it has a norm: the gradient of a look-up needs no weights. A tied head is in one unit
+    with the embedding: two units would own and gather the weight twice.
     """
     middle = [Unit([block], reshard) for block in blocks]
     if tied:
         return [*middle, Unit([embedding, *final], reshard=False)]
-    return [Unit([embedding], reshard=True, in_backward=False), *middle, Unit(final, reshard=False)]
+    looks_up = len(list(embedding.parameters())) == 1
+    return [Unit([embedding], reshard=True, in_backward=not looks_up), *middle, Unit(final, reshard=False)]
 
 
 def size_based_units(parts: Iterable[nn.Module], *, reshard: bool, minimum: int) -> list[Unit]:

@@ -22,6 +22,11 @@ QUICK = ["gemma2", "gpt2", "qwen3"]
 REST = [
     "cohere", "falcon", "gemma3_text", "gptj", "granite", "olmo2", "phi3", "qwen2", "smollm3", "starcoder2",
 ]  # fmt: skip
+GEMMA4_E2B = {
+    "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+    "attention_k_eq_v": False, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}  # fmt: skip
 
 
 def _check_training(references, layouts):
@@ -42,9 +47,18 @@ def test_derived_families_train_like_hugging_face(names):
     run_distributed(_check_training, references, (SHARDED, SPLIT), world_size=2)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("bert", {}),  # the head shares its bias
+        ("inkling_text", {}),  # the embedding has a norm, whose weight its backward reads
+        ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),  # Granite 4, dense
+        ("gemma4_text", GEMMA4_E2B),
+    ],
+)
 @pytest.mark.full
-def test_a_head_that_shares_its_bias_stays_tied():
-    run_distributed(_check_training, {"bert": build_reference("bert")}, (SHARDED,), world_size=2)
+def test_odd_models_train_like_hugging_face(name, changes):
+    run_distributed(_check_training, {name: build_reference(name, **changes)}, (SHARDED,), world_size=2)
 
 
 @pytest.mark.full
@@ -64,4 +78,5 @@ def _check_files(references, folder):
 
 @pytest.mark.full
 def test_files_and_initial_values_of_derived_families(tmp_path):
-    run_distributed(_check_files, {name: build_reference(name) for name in QUICK + REST}, str(tmp_path), world_size=2)
+    names = [*QUICK, *REST, "gpt_oss", "mixtral"]
+    run_distributed(_check_files, {name: build_reference(name) for name in names}, str(tmp_path), world_size=2)

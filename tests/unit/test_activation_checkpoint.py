@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from transformers import AutoModelForCausalLM
 
 import smp
 from smp.config import ActivationConfig, Settings
@@ -28,6 +29,7 @@ from smp.parallel.technique import Setup
 from tests.distributed import run_distributed
 from tests.reference import build_reference, global_batch
 from tests.unit.test_activation_offload import blocks_of, dropout_model, gradients
+from tests.zoo import tiny_config
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "llama_gqa"])
@@ -84,6 +86,17 @@ def test_generators_are_copied_where_something_draws(dropout, monkeypatch):
     activation_checkpoint.apply(model, setup)
     model(input_ids=global_batch(0)[0], use_cache=False).logits.sum().backward()
     assert len(copies) >= 3 if dropout else not copies
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "phimoe"])
+def test_jitter_of_routers_is_the_same_in_recomputation(kind):
+    config = tiny_config(kind)
+    config.router_jitter_noise = config.input_jitter_noise = 0.2
+    model = AutoModelForCausalLM.from_config(config).train()
+    expected = gradients(copy.deepcopy(model))
+    setup = Setup(family_of(config), lay_out(1, 1, 1), Settings((ActivationConfig(),)))
+    activation_checkpoint.apply(model, setup)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True))
 
 
 @pytest.mark.parametrize(

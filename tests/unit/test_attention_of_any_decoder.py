@@ -181,11 +181,13 @@ def test_tokens_that_see_later_ones_and_skipped_blocks_are_refused():
     assert problems(config_of("gpt2")) == []
 
 
-def test_dropout_of_any_name_draws():
+def test_dropout_of_any_name_and_jitter_draw():
     nothing = nn.Linear(2, 2)
     for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop"):
         assert draws(nothing, config_of("gpt2", **{key: 0.1}))
     assert draws(nothing, config_of("starcoder2", residual_dropout=0.1))
+    mixtral = CONFIG_MAPPING["mixtral"]
+    assert draws(nothing, mixtral(router_jitter_noise=0.1)) and not draws(nothing, mixtral())
     # GPT-2's summary has a dropout of 0.1, which no causal language model has.
     assert not draws(nothing, config_of("gpt2")) and draws(nn.Dropout(0.1), config_of("gpt2"))
 

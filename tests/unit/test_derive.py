@@ -33,6 +33,7 @@ def plan_of(model_type, **values):
         ("qwen3", ("model", "model.layers", "model.embed_tokens", "model.norm", "lm_head")),
         ("gpt2", ("transformer", "transformer.h", "transformer.wte", "transformer.ln_f", "lm_head")),
         ("olmo", ("model", "model.layers", "model.embed_tokens", None, "lm_head")),  # its norms have no parameters
+        ("mixtral", ("model", "model.layers", "model.embed_tokens", "model.norm", "lm_head")),
     ],
 )
 def test_paths_are_those_of_the_model(model_type, paths):
@@ -83,7 +84,6 @@ def test_a_plan_that_cannot_be_used_says_why(model_type, values, words):
 @pytest.mark.parametrize(
     ("model_type", "values", "words"),
     [
-        ("mixtral", {**WIDE, "num_local_experts": 2}, "mixture-of-experts models are out of scope"),
         ("bert", SMALL, "it is an encoder"),
         ("cpmant", SMALL, "its tokens see the ones after them"),
         ("reformer", {**SMALL, "is_decoder": True, "axial_pos_embds": False, "num_buckets": 2}, "backward is its own"),

@@ -23,7 +23,9 @@ from smp.models.families import FAMILIES
 from smp.models.family import Family
 from smp.models.file_keys import Conversion
 from smp.models.file_names import FileNames, Rename, file_names_of
+from smp.models.registry import build_model
 from smp.pretrained import base_dtypes, find_tensors, load_pretrained_, read_tensor
+from tests import experts
 from tests.distributed import run_distributed
 from tests.unit.test_pretrained import _CountingFile, _CountingSlice
 
@@ -241,3 +243,20 @@ def test_conversions_of_transformers_are_those_that_it_writes_by(tmp_path, case)
             row.into(seen.setdefault(row.key, torch.full(row.shape, torch.nan)), row.of_parameter(parameter.detach()))
     assert seen.keys() == saved.keys()
     assert all(torch.equal(seen[key], tensor) for key, tensor in saved.items())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_experts_are_read_from_files_of_both_forms_and_exported(tmp_path, kind, fused):
+    model = experts.build(kind, torch.float32)
+    model.save_pretrained(tmp_path / "theirs")
+    if fused:  # a tensor for all experts of a layer, as some publish them
+        save_file(model.state_dict(), tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+    read = build_model(model.config, attn_implementation=None)
+    load_pretrained_(read, tmp_path / "theirs", hf_config=model.config)
+    export_hf(read, tmp_path / "ours")
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(read.state_dict()[name], tensor), name
+        assert torch.equal(loaded.state_dict()[name], tensor), name
