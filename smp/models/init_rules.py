@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -82,6 +83,10 @@ def _draw_normal(values: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, g
     return values.add_(mean) if mean else values
 
 
+# Elements of a tensor that is made on the CPU to be moved to the meta device: hosts refuse much more than they have.
+_MOST_EMPTY = 2**28
+
+
 class _Recorder(TorchDispatchMode):
     """Records, by storage, what is written to tensors on the meta device, and which others hold no values yet."""
 
@@ -93,6 +98,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "device" in (kwargs or {}) and not any(isinstance(a, torch.Tensor) for a in args):
             kwargs = {**kwargs, "device": "cpu"}  # asked for by a parameter's device: values, of which some are made
+        if func is torch.ops.aten.empty.memory_format and math.prod(args[0]) > _MOST_EMPTY:
+            kwargs = {**(kwargs or {}), "device": "meta"}  # of a parameter, whose pages nothing would touch
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func._schema.is_mutable:

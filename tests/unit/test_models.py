@@ -38,10 +38,18 @@ PUBLISHED = {
     "gemma3_4b": 4_300_079_472 - 416_866_032 - 1152 * 2561,
     "gemma3_12b": 12_187_325_040 - 416_866_032 - 1152 * 3841,
     "gemma3_27b": 27_432_406_640 - 416_866_032 - 1152 * 5377,
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_630_071_296,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
+    "deepseek_v3": 671_026_404_352,
+    "glm_4_5_air": 106_852_245_504,
     "gpt_neox_20b": 20_554_567_680,
     "gpt_neox_65b": 12 * 8192**2 * 80 + 13 * 8192 * 80 + 2 * 50432 * 8192 + 2 * 8192,
 }
-TINY = ["llama_tiny", "gpt_neox_tiny"]
+TINY = ["llama_tiny", "gpt_neox_tiny", "mixtral_tiny"]
 SMALL = {"hidden_width": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "max_context_width": 32}
 
 
@@ -75,7 +83,11 @@ def save_weights(directory):
 
 
 # Derived families of many blocks take seconds each.
-QUICK = [name for name in PUBLISHED if not name.startswith(("qwen3", "gemma3", "smollm3"))]
+QUICK = [
+    name
+    for name in PUBLISHED
+    if not name.startswith(("qwen3", "gemma3", "smollm3", "mixtral", "gpt_oss", "deepseek", "glm"))
+]
 
 
 @pytest.mark.parametrize(
