@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face directory, one parameter in memory at a time plus one file's worth."""
+"""Write a model as a Hugging Face directory, one parameter or expert in memory at a time plus one file's worth."""
 
 from __future__ import annotations
 
