@@ -301,7 +301,7 @@ def export_hf(
             read, is a mount point, or is in use; raised on every rank.
         RunError: it cannot be written; raised on every rank.
     """
-    added, experts = added or {}, set[str]()
+    added = added or {}
     if chat_template is not None and "{" not in str(chat_template):
         raise UserError(f"smp.export_hf: chat_template is the text of a template, got {chat_template!r}: read its file")
     if hf_config is None:
@@ -312,7 +312,6 @@ def export_hf(
         everything = {**parameters_of(model), **dict(buffers_of(model))}
         parameters: Mapping[str, torch.Tensor] = {n: tensor for n, tensor in everything.items() if n not in left}
         hf_config = model.config if hf_config is None else hf_config
-        experts = matrices_of_experts(model) if read is None else experts
     else:
         parameters = model
     source = getattr(hf_config, "_name_or_path", None)
@@ -353,6 +352,7 @@ def export_hf(
 
         _on_main(prepare)
         gather = read or (lambda name: full_tensor(parameters[name]))
-        by_expert = {n: parameters[n] for n in experts & parameters.keys()}
+        experts = matrices_of_experts(model) if isinstance(model, nn.Module) and read is None else set()
+        by_expert = {name: parameters[name] for name in experts & parameters.keys()}
         _gather_and_write(files, apart, partial, read=gather, by_expert=by_expert, progress=progress)
         _on_main(lambda: _publish(partial, directory))
