@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face directory, one parameter in memory at a time plus one file's worth."""
+"""Write a model as a Hugging Face directory, one parameter or expert in memory at a time plus one file's worth."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from smp.checkpoint.by_expert import Shards, gathered, matrices_of_experts, shards_of
 from smp.checkpoint.file_tensors import (
     Dtype,
     FileTensor,
@@ -199,6 +200,7 @@ def _gather_and_write(
     partial: pathlib.Path,
     *,
     read: Read,
+    by_expert: Mapping[str, torch.Tensor],
     progress: Callable[[], None],
 ) -> None:
     """Write every tensor, and the index if there are several files of the model.
@@ -206,6 +208,7 @@ def _gather_and_write(
     Args:
         files, apart: tensors by file, of the model and beside it.
         read: gathers a parameter by name; collective. A parameter of several tensors is read once.
+        by_expert: parameters of which an expert's matrix is gathered at a time, by name.
     """
 
     @functools.lru_cache(maxsize=1)
@@ -213,11 +216,19 @@ def _gather_and_write(
         progress()
         return read(name)
 
+    @functools.lru_cache(maxsize=1)
+    def shards(name: str) -> Shards:
+        progress()
+        return shards_of(by_expert[name])
+
     weight_map, total_size = {}, 0
     for file, group in {**files, **apart}.items():
         tensors = {}
         for tensor in group:
-            if _is_main():
+            if tensor.rows and tensor.rows[0][0] in by_expert:
+                if (value := gathered(tensor, shards)) is not None:
+                    tensors[tensor.key] = value
+            elif _is_main():
                 tensors[tensor.key] = value_of(tensor, latest)
             else:
                 for name, _ in tensor.rows:
@@ -264,9 +275,9 @@ def export_hf(
 ) -> None:
     """Write a directory that ``from_pretrained`` loads: safetensors, configs, tokenizer. All ranks call it.
 
-    Rank 0 gathers one parameter at a time and writes; the directory appears when it is complete. An earlier export
-    there is replaced; a directory with anything else in it, or that the model was loaded from, is not touched. Without
-    a process group this process writes.
+    Rank 0 gathers one parameter at a time, of experts one expert's matrix, and writes; the directory appears when it
+    is complete. An earlier export there is replaced; a directory with anything else in it, or that the model was loaded
+    from, is not touched. Without a process group this process writes.
     Parameters that techniques have added go to the files that they name, frozen ones of pretrained weights to none.
 
     Args:
@@ -341,5 +352,7 @@ def export_hf(
 
         _on_main(prepare)
         gather = read or (lambda name: full_tensor(parameters[name]))
-        _gather_and_write(files, apart, partial, read=gather, progress=progress)
+        experts = matrices_of_experts(model) if isinstance(model, nn.Module) and read is None else set()
+        by_expert = {name: parameters[name] for name in experts & parameters.keys()}
+        _gather_and_write(files, apart, partial, read=gather, by_expert=by_expert, progress=progress)
         _on_main(lambda: _publish(partial, directory))

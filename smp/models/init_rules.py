@@ -98,10 +98,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "device" in (kwargs or {}) and not any(isinstance(a, torch.Tensor) for a in args):
             kwargs = {**kwargs, "device": "cpu"}  # asked for by a parameter's device: values, of which some are made
-        if func is torch.ops.aten.empty.memory_format and math.prod(args[0]) > _MOST_EMPTY:
+        name = func.overloadpacket.__name__
+        if name == "empty" and math.prod(args[0]) > _MOST_EMPTY:
             kwargs = {**(kwargs or {}), "device": "meta"}  # of a parameter, whose pages nothing would touch
         out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
         if func._schema.is_mutable:
             target = (kwargs or {}).get("out", args[0] if args else None)
             if isinstance(target, torch.Tensor):

@@ -23,8 +23,10 @@ from smp.log import get_logger
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters, leave_out_frozen, remember_files
+from smp.models.experts import expert_modules
 from smp.models.family import Family
 from smp.models.init_rules import InitRule, drawn
+from smp.models.meta_model import meta_model
 from smp.models.registry import family_of
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel import nf4, trained_beside
@@ -47,6 +49,17 @@ def warn_of_base(adapter_path: str, base: str) -> None:
         logger.warning(
             "%s was trained with %s, as its %s says, and is used with %s, of the same shapes: if those are other "
             "weights, it computes something else.", adapter_path, theirs, ADAPTER_CONFIG, base,
+        )  # fmt: skip
+
+
+def log_reach(model: nn.Module, family: Family, config: Config) -> None:
+    """Log which layers of a mixture get adapters, and that its routed experts, which are no layers, do not."""
+    names = {name for _, experts in expert_modules(model) for name, p in experts.named_parameters() if p.dim() > 1}
+    if config.lora_rank and names:
+        reached = {path.rpartition(".")[2] for path in target_layers(model, family, config)}
+        logger.info(
+            "--lora_target_modules %s: adapters of %s. The routed experts (%s) get none and are frozen.",
+            " ".join(config.lora_target_modules), ", ".join(sorted(reached)), ", ".join(sorted(names)),
         )  # fmt: skip
 
 
@@ -132,7 +145,10 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
         found.append(str(error))
     if setup.settings[ActivationConfig].compile is True and has_dropout(setup.settings):
         found.append("--compile 1 cannot compile the draws of --lora_dropout: leave one of them out")
-    return [*found, *(nf4.problems(setup.mesh.tp.size) if config.qlora else [])]
+    if config.qlora:
+        experts = nf4.problems_of_experts(meta_model(hf_config).model)
+        found += [*nf4.problems(setup.mesh.tp.size), *experts]
+    return found
 
 
 def parameters(model: nn.Module, family: Family, settings: Settings) -> Parameters:
@@ -267,6 +283,7 @@ def adapt(
         fill_added_(model, seed=seed)
     _replace_products(model, family, settings)
     trained_beside.train_rows(model, family, settings)
+    log_reach(model, family, config.with_adapter())
     if config.adapter_path is not None and source:
         warn_of_base(config.adapter_path, source)
     if config.qlora and source and any(pathlib.Path(source).glob("*.safetensors")):

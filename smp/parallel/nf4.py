@@ -21,6 +21,7 @@ from smp.config import ActivationConfig
 from smp.errors import UserError
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.models.added import Encoded, encode_parameter, encoded_parameters
+from smp.models.experts import expert_modules
 from smp.parallel.linear import Product, product_of, replace_product
 
 BLOCK = 64
@@ -133,6 +134,13 @@ def problems(tp: int) -> list[str]:
     return found
 
 
+def problems_of_experts(model: nn.Module) -> list[str]:
+    """Return why the weights of a mixture cannot be had in 4 bits."""
+    if not expert_modules(model):
+        return []
+    return ["--qlora 1 stores linear layers in 4 bits, and routed experts are none: train a mixture with --qlora 0"]
+
+
 def cost(shape: ModelShape, work: Workload, *, shard: int, gathered: int) -> dict[str, int]:
     """Count what the blocks' weights are smaller than in the dtype of the computation, and one that is unpacked.
 
@@ -160,8 +168,10 @@ def quantise(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         layers: of it, by path.
 
     Raises:
-        UserError: a layer cannot be packed, or torchao is not installed.
+        UserError: a layer cannot be packed, the model has routed experts, or torchao is not installed.
     """
+    if found := problems_of_experts(model):
+        raise UserError(found[0])
     for path, layer in layers.items():
         weight: Any = layer.weight
         outputs, inputs = weight.shape

@@ -13,6 +13,7 @@ from smp.data.data_pipeline import DataPipeline
 from smp.data.text import TextTokenizer
 from smp.errors import UserError
 from smp.log import get_logger
+from smp.models.meta_model import meta_model
 from smp.models.model_config import ResolvedModel
 from smp.models.weight_files import directory_of
 from smp.parallel import lora, trained_beside
@@ -97,6 +98,11 @@ def warn_of_base(settings: Settings, model: ResolvedModel) -> None:
     adapter, base = settings[lora.Config].adapter_path, directory_of(model.weights)
     if adapter is not None and base is not None:
         lora.warn_of_base(adapter, str(base))
+
+
+def log_reach(settings: Settings, model: ResolvedModel) -> None:
+    """Log which layers of a mixture get adapters."""
+    lora.log_reach(meta_model(model.hf_config).model, model.family, settings[lora.Config].with_adapter())
 
 
 def warn_of_untrained(settings: Settings, model: ResolvedModel, data: DataPipeline) -> None:

@@ -36,8 +36,9 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
     """Count the model FLOPs of one token of training (forward and backward).
 
     6 for each weight of a linear layer, which includes the output head (tied or not) and leaves out the embedding, a
-    look-up, and of a mixture those of the experts that a token is sent to; and for attention 12 x layers x query heads x head width x sequence length. Of a frozen model 4 for each
-    weight, which has no gradient, and 6 for each trained one.
+    look-up, and of a mixture those of the experts that a token is sent to; and for attention 12 x layers x query heads
+    x head width x sequence length. Of a frozen model 4 for each weight, which has no gradient, and 6 for each trained
+    one.
 
     Args:
         sequence_length: tokens that attend to each other.

@@ -31,7 +31,7 @@ from smp.optim.groups import groups_as_json
 from smp.optim.optimizers import described
 from smp.plan.devices import peak_flops
 from smp.train import history
-from smp.train.adapters import warn_of_base, warn_of_untrained
+from smp.train.adapters import log_reach, warn_of_base, warn_of_untrained
 from smp.train.arguments import TrainConfig
 from smp.train.checked_job import CheckedJob
 from smp.train.curves import write_curves
@@ -75,6 +75,7 @@ def announce(job: CheckedJob, start: Start, model: nn.Module, changes: list[str]
         logger.info(sentence)
     if job.launch.rank == 0:
         _warn_of_tokens(job)
+        log_reach(job.settings, job.model)
         warn_of_base(job.settings, job.model)
         warn_of_untrained(job.settings, job.model, job.train_data)
     for choice in job.choices:

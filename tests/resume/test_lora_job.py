@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import smp.cli
 from smp.checkpoint.manifest import read_manifest
+from tests import experts
 from tests.job import losses, run_job
 from tests.reference import INDUCTOR, VOCABULARY, build_reference
 
@@ -81,6 +82,28 @@ def test_adapters_are_trained_resumed_and_exported(folder, capsys):
         delta = adapter[f"{key}_B.weight"] @ adapter[f"{key}_A.weight"] * 4 if f"{key}_A.weight" in adapter else 0
         assert torch.equal(merged[name], weight + delta), name
     check_merging(folder, capsys)
+
+
+@pytest.mark.full
+def test_adapters_of_a_mixture_are_merged_into_files_of_each_expert(folder):
+    peft = pytest.importorskip("peft")
+    experts.build("mixtral", torch.float32).save_pretrained(folder / "mixture")
+    words = ["--max_steps", 2, "--expert_parallel_degree", 2, "--save_final_model", 1]
+    done = run_job(*flags(folder, base="mixture"), *words, world_size=2).succeeded()
+    assert done.output.count("The routed experts (down_proj, gate_up_proj) get none and are frozen.") == 1
+    run = folder / "run"
+    assert smp.cli.main(["export", "--merge", str(run / "checkpoints" / "latest"), str(folder / "merged")]) == 0
+    base = AutoModelForCausalLM.from_pretrained(folder / "mixture", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, run / "final").merge_and_unload().state_dict()
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder / "merged", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()) and model.state_dict().keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+    merged, before = (load_file(folder / each / "model.safetensors") for each in ("merged", "mixture"))
+    assert merged.keys() == before.keys()
+    changed = {key for key, tensor in merged.items() if not torch.equal(tensor, before[key])}
+    assert changed == {key for key in merged if "self_attn" in key}
 
 
 def check_merging(folder, capsys):

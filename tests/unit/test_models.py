@@ -150,7 +150,7 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
     [
         ({"model": "lama7b"}, "did you mean llama7b"),
         ({}, "smollm3_3b, or to a local Hugging Face directory; or --model_type with sizes such as --num_layers"),
-        ({"max_context_width": 64}, "no model: set --model to one of gemma3_12b"),
+        ({"max_context_width": 64}, "no model: set --model to one of deepseek_v3"),
         ({"hf_pretrained_model_name_or_dir": "qwen3_4b"}, "; --model qwen3_4b trains the preset from initial values"),
         ({"model": "llama_tiny", "num_heads": 3}, "--num_heads 3 does not divide --hidden_width 160"),
         ({"model": "llama_tiny", "num_key_value_heads": 3}, "3 does not divide --num_heads 4: choose a divisor"),
