@@ -83,7 +83,6 @@ def test_a_plan_that_cannot_be_used_says_why(model_type, values, words):
 @pytest.mark.parametrize(
     ("model_type", "values", "words"),
     [
-        ("mixtral", {**WIDE, "num_local_experts": 2}, "mixture-of-experts models are out of scope"),
         ("bert", SMALL, "it is an encoder"),
         ("cpmant", SMALL, "its tokens see the ones after them"),
         ("reformer", {**SMALL, "is_decoder": True, "axial_pos_embds": False, "num_buckets": 2}, "backward is its own"),
