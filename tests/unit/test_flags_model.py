@@ -129,6 +129,15 @@ def test_sharding():
     differs(degrees, ["--hybrid_shard_degree", 2], (4, 2))
 
 
+@check("expert_parallel_degree")
+def test_expert_parallel_degree():
+    def degrees(words):
+        found = resolve_mesh(parse([*SYNTHETIC, *words]).parallel, world_size=8, local_world_size=4)
+        return found.degree("ep"), found.shard.size, found.replicas.size
+
+    differs(degrees, ["--expert_parallel_degree", 2], (2, 4, 2))
+
+
 @check("forward_prefetch", "backward_fetch_policy")
 def test_prefetch():
     forward = lambda words: prefetched(words, "_states_to_forward_prefetch")  # noqa: E731
