@@ -20,7 +20,8 @@ KEYS = (
     Key("tensor_parallel_degree", 1, 2, False, "most dense decoders (docs/models.md); others by a plan of five lines"),
     Key("context_parallel_degree", 1, 2, False, "counted in hybrid_shard_degree, as there; decoders that attend "
         "through transformers' functions (docs/models.md)"),
-    Key("expert_parallel_degree", 1, 2, True, "out of scope for now; 1 is accepted"),
+    Key("expert_parallel_degree", 1, 2, False, "folded over sharding, and takes no ranks of its own; a line of the log "
+        "names the hybrid_shard_degree that gives SMP v2's memory ([experts.md](experts.md))"),
     Key("sm_activation_offloading", True, True, False, "told by smp.state, False unless it is given, which init logs; "
         "an offload_wrapper is what offloads, as there"),
     Key("activation_loading_horizon", 2, 4, False, "the same"),

@@ -44,6 +44,7 @@ if _program() not in ("smp", "smp.launch.local"):
     )
     from smp.checkpoint.checkpointer import Checkpointer
     from smp.checkpoint.hf_export import export_hf
+    from smp.compat.moe import MoEConfig
     from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig
     from smp.errors import ConfigError, UserError
     from smp.fsdp import DelayedParamIniter, FullStateDictConfig, FullyShardedDataParallel, fully_shard
@@ -79,6 +80,7 @@ __all__ = [
     "LogitTransform",
     "LossConfig",
     "Mesh",
+    "MoEConfig",
     "ParallelConfig",
     "Part",
     "PrecisionConfig",

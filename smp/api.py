@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.compat.init_settings import in_names_of_init, read_config, read_settings, read_smp_keys
+from smp.compat.moe import MoEConfig, read_moe_config, tell_of_sharding
 from smp.compat.state import State
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.delayed_init import build_on_meta, first_ranks_seed
@@ -61,6 +62,7 @@ class _Initialized:
     own: dict[str, Any]  # SMP v2's keys that are no settings of ParallelConfig
     random_seed: int | None  # as it was given
     done: set[str] = dataclasses.field(default_factory=set)  # a model was split; ranks of a sequence compared batches
+    moe: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the MoEConfig of ``transform``
 
 
 _current: _Initialized | None = None
@@ -124,6 +126,7 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
     mesh = laid_out.join(device_type)
     tp = build_tp_group(mesh, parallel, random_seed=own["random_seed"]) if laid_out.tp.size > 1 else None
     _current = _Initialized(mesh, parallel, tp, own, random_seed)
+    tell_of_sharding(mesh)
     state.given.clear()
     return mesh
 
@@ -168,7 +171,7 @@ def transform(
     model: nn.Module,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    config: Any = None,
+    config: MoEConfig | None = None,
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str | None = None,
 ) -> nn.Module:
@@ -181,7 +184,7 @@ def transform(
             meta device.
         device: where to move the model's parameters and buffers afterwards.
         dtype: what to convert them to.
-        config: SMP v2's ``MoEConfig``: refused.
+        config: of a mixture of experts: how its tokens are spread over them.
         load_state_dict_from_rank0: take all values from rank 0, one parameter at a time; other ranks may have any, or
             be on the meta device. Collective.
         cp_comm_type: communication of context parallelism, as :class:`smp.ParallelConfig`'s; None: that of ``init``.
@@ -191,10 +194,10 @@ def transform(
             would split them have different weights.
     """
     current = _require_init("smp.transform")
-    if config is not None:
-        raise UserError("smp.transform: config is for mixture-of-experts models, which are out of scope for now")
     _check_comm_type("smp.transform", cp_comm_type)
     require_model("smp.transform", model)
+    if config is not None:
+        current.moe.update(read_moe_config(model, config))
     if current.tp is not None and not is_split(model) and not load_state_dict_from_rank0:
         require_same_weights(model, "smp.transform")
     with following_optimizers(model):

@@ -28,6 +28,7 @@ from tests.job import LLAMA
 ROOT = pathlib.Path(__file__).parent.parent
 SYNTHETIC = ["--use_synthetic_data", "1"]
 MISTRAL = "--model_type mistral --hidden_width 32 --num_layers 2 --num_heads 4 --intermediate_size 48".split()
+MIXTRAL = "--model_type mixtral --hidden_width 32 --num_layers 2 --num_heads 4 --intermediate_size 48".split()
 LLAMA3 = [*LLAMA, "--rope_scaling_type", "llama3"]
 Words = list[object]
 CHECKS: dict[str, Callable[..., None]] = {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-_NO_MOE = "mixture-of-experts models are out of scope for now; leave it "
 _NO_FP8 = "fp8 is out of scope for now; leave it "
 
 
@@ -33,15 +32,19 @@ ABSENT: dict[str, tuple[Absent, ...]] = {
                no_effect="attention is Hugging Face's, by --attn_implementation"),
     ),
     "hf_pretrained_model_name_or_dir": (
-        Absent("moe", False, "Mixture of experts.", f"{_NO_MOE}out"),
-        Absent("num_experts_per_tok", 2, "Experts per token.", f"{_NO_MOE}out"),
-        Absent("num_local_experts", 8, "Experts per block.", f"{_NO_MOE}out"),
-        Absent("moe_load_balancing", "sinkhorn", "How tokens are spread over experts.", f"{_NO_MOE}out",
+        Absent("moe_load_balancing", "sinkhorn", "How tokens are spread over experts.",
+               "mixture-of-experts models are out of scope for now; leave it out",
                kind=Literal["sinkhorn", "balanced", "aux_loss", "none"]),
-        Absent("global_token_shuffle", False, "Shuffle tokens over experts.", f"{_NO_MOE}out"),
-        Absent("moe_all_to_all_dispatcher", True, "Send tokens by all-to-all.", f"{_NO_MOE}out"),
-        Absent("moe_fp8_checkpoint_attn", True, "Checkpoint attention alone.", f"{_NO_MOE}out"),
-        Absent("moe_fp8_checkpoint_moe", True, "Checkpoint experts on their own.", f"{_NO_MOE}out"),
+        Absent("global_token_shuffle", False, "Shuffle tokens over experts.",
+               "shuffled tokens would give a router other sequences at every layout; leave it out"),
+        Absent("moe_all_to_all_dispatcher", True, "Send tokens by all-to-all.",
+               "an all-to-all is how tokens reach their experts, and none is dropped; leave it out"),
+        Absent("moe_fp8_checkpoint_attn", True, "SMP v2's recomputation of attention alone, with fp8.",
+               no_effect="--activation_checkpointing recomputes whole blocks, or by "
+               "--activation_checkpointing_mode selective parts of them"),
+        Absent("moe_fp8_checkpoint_moe", True, "SMP v2's recomputation of experts alone, with fp8.",
+               no_effect="--activation_checkpointing recomputes whole blocks, or by "
+               "--activation_checkpointing_mode selective parts of them"),
     ),
     "dataset_split": (
         Absent("data_type", "gpt", "SMP v2's kind of model.", kind=Literal["gpt", "bert"],

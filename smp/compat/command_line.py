@@ -26,6 +26,8 @@ APPLIED_TO: dict[str, tuple[object, tuple[str, ...]]] = {
     "rotary_emb_base": (10000, ("gpt_neox", *_LLAMA)),
     "llama_intermediate_size": (11008, _LLAMA),
     "intermediate_size": (14336, ("mistral", "mixtral")),
+    "num_local_experts": (8, ("mixtral",)),
+    "num_experts_per_tok": (2, ("mixtral",)),
     "initializer_range": (0.02, ("gpt2", "gpt_neox", "mistral", "mixtral", *_LLAMA)),
     # With --rope_scaling_type llama3, whatever the model.
     "rope_scaling_factor": (8.0, ()),

@@ -56,8 +56,8 @@ NAMES = (
     *_same("smp.is_initialized", "torch.sagemaker", "is_initialized"),
     *_same(
         "smp.sagemaker.transform", "torch.sagemaker", "transform",
-        note="splits Hugging Face's own modules in place; no MoEConfig. As smp.transform, but the model also takes "
-        "batches as scripts cut them for context parallelism",
+        note="splits Hugging Face's own modules in place. As smp.transform, but the model also takes batches as "
+        "scripts cut them for context parallelism",
     ),
     *_same(
         "smp.state", "torch.sagemaker", "state",
@@ -158,9 +158,13 @@ NAMES = (
         "torch.sagemaker.distributed.fsdp.fully_sharded_data_parallel", "register_tp_processing_pre_comm_hook",
         note="does nothing: gradients of a split model need no hook",
     ),
-    *_gone(
-        "", "torch.sagemaker", "moe.moe_config.MoEConfig", "moe.moe_layer.MoELayer",
-        note="mixture-of-experts models are out of scope for now",
+    *_same(
+        "smp.MoEConfig", "torch.sagemaker.moe.moe_config", "MoEConfig",
+        note="the same fields; global_token_shuffle only False, moe_all_to_all_dispatcher only True",
+    ),
+    *_same(
+        "smp.compat.moe.MoELayer", "torch.sagemaker.moe.moe_layer", "MoELayer",
+        note="for isinstance, as wrapping and recomputation ask: true for every layer of transformers with experts",
     ),
     *_gone(
         "", "torch.sagemaker.nn", "attn.FlashSelfAttention", "attn.FlashGroupedQueryAttention",

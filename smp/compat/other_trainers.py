@@ -72,6 +72,10 @@ SAME: Mapping[str, str] = {
     "sequence_parallel": "sp enable_sequence_parallel",
     "context_parallel_degree": "cp cp_size cp_degree context_parallel context_parallel_size",
     "cp_load_balance": "context_parallel_load_balancer",
+    "expert_parallel_degree": "ep ep_size ep_degree expert_parallel expert_parallel_size expert_model_parallel_size "
+    "moe_parallel_size",
+    "num_local_experts": "num_experts n_routed_experts moe_num_experts",
+    "num_experts_per_tok": "moe_router_topk moe_topk moe_top_k top_k_experts",
     "bf16": "bfloat16 use_bf16",
     "activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing recompute_activations",
     "activation_checkpointing_mode": "recompute_granularity",
@@ -125,6 +129,8 @@ OTHERWISE: Mapping[str, str] = {
     "code of a model's directory is never run: leave it out": "trust_remote_code",
     "leave it out: `py-spy top` and --profile_nsys show which rank does not wait in collectives, and is the slow one; "
     "--watchdog_timeout ends a run whose rank hangs": "straggler_ratio",
+    "leave it out: tokens go to their experts by an all-to-all, and none is dropped": "capacity_factor "
+    "moe_capacity_factor moe_expert_capacity_factor moe_token_dispatcher_type moe_token_drop_policy",
     "it is the launcher's, before the module: python -m smp.launch.local --nproc_per_node N -m smp.train ..., or "
     "torchrun": "nproc_per_node nnodes node_rank num_processes num_nodes num_gpus gpus",
 }
@@ -135,9 +141,10 @@ MISSING: Mapping[str, str] = {
     r"load_in_8bit|adapter_type",
     "pipeline parallelism is not in this version: --sharding_strategy full_shard and --tensor_parallel_degree split a "
     "model": r"pp(_\w+)?|pipeline\w*|num_virtual_stages\w*",
-    "mixtures of experts are not in this version": r"ep(_\w+)?|expert\w*|(num|n)_experts\w*|moe\w*",
+    "experts are not split by tensor parallelism in this version: --expert_parallel_degree spreads them": r"etp|"
+    r"expert_tensor_parallel\w*",
     "fp16 is not in this version: use --bf16 1": r"\w*fp16\w*|float16|half|(initial_)?loss_scale\w*",
-    "fp8 is not in this version: use --bf16 1": r"\w*(fp|float)8\w*",
+    "fp8 is not in this version: use --bf16 1": r"(?!moe_)\w*(fp|float)8\w*",
     "optimizers other than AdamW, in 32 or 8 bits, and Muon are not in this version: leave it out": r"optim_args|"
     r"use_adafactor|galore\w*|lomo\w*",
     "label smoothing is not in this version, but of pairs, --dpo_label_smoothing": r"label_smoothing\w*",

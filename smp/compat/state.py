@@ -93,7 +93,8 @@ class State:
     def __repr__(self) -> str:
         if not self.initialized:
             return "State(smp.init has not been called)"
-        degrees = [f"{kind}_degree" for kind in ("hybrid_shard", "tensor_parallel", "context_parallel")]
+        kinds = ("hybrid_shard", "tensor_parallel", "context_parallel", "expert_parallel")
+        degrees = [f"{kind}_degree" for kind in kinds]
         names = ("rank", "world_size", *degrees, "sm_activation_offloading")
         return f"State({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
@@ -132,7 +133,7 @@ class State:
     )
     context_parallel_degree = _degree("context_parallel_degree", lambda mesh: mesh.cp.size, "Ranks of a sequence.")
     expert_parallel_degree = _degree(
-        "expert_parallel_degree", lambda mesh: 1, "1 after ``init``: there is no expert parallelism."
+        "expert_parallel_degree", lambda mesh: mesh.degree("ep"), "Ranks that split the experts of a layer."
     )
     tp_size, cp_size, ep_size = tensor_parallel_degree, context_parallel_degree, expert_parallel_degree
 
@@ -142,7 +143,7 @@ class State:
     cp_process_group = _of_mesh(
         lambda mesh: mesh.cp.group if mesh.cp.size > 1 else None, "The ranks of its sequence; None: it is not split."
     )
-    ep_rank = _of_mesh(lambda mesh: 0, "Always 0.", 0)
+    ep_rank = _of_mesh(lambda mesh: mesh.roles["ep"].rank, "This process's rank among those that split experts.", 0)
     rep_rank_process_group = _of_mesh(
         lambda mesh: mesh.replicas.group, "The ranks that have replicas of this one's shard."
     )

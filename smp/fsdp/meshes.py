@@ -14,9 +14,12 @@ from torch.distributed.fsdp import ShardingStrategy
 from smp.config import AUTO, ParallelConfig
 from smp.errors import UserError
 from smp.fsdp.options import HYBRID, Options
+from smp.log import get_logger
 from smp.mesh import Mesh, keep_timeout, resolve_mesh, served_device_type
+from smp.models.experts import expert_modules
 from smp.runtime import local_world_size
 
+logger = get_logger(__name__)
 _HYBRID_AXES = ("dp_replicate", "dp_shard")
 
 # Meshes made here, by the group they were made from: units that are wrapped one by one share them.
@@ -39,6 +42,16 @@ def default_mesh() -> DeviceMesh | None:
     """Return the mesh of ``smp.init`` that parameters are sharded over, or None before it."""
     job = _job()
     return None if job is None else job[0].fsdp_mesh
+
+
+def warn_of_experts(module: nn.Module) -> None:
+    """Warn where ``smp.init`` was asked to split experts, which are gathered here as any parameters."""
+    if (job := _job()) is not None and (degree := job[0].degree("ep")) > 1 and expert_modules(module):
+        logger.warning(
+            "FSDP shards and gathers experts as all parameters, and expert_parallel_degree %d sends no tokens: "
+            "smp.parallelize does, which takes FSDP's place",
+            degree,
+        )
 
 
 def shared_buffers() -> bool:

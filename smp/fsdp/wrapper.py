@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from smp.errors import UserError
 from smp.fsdp import attributes, full_params, optimizer_states, param_group, state_dicts
 from smp.fsdp.materialize import own_modules
-from smp.fsdp.meshes import require_process_group
+from smp.fsdp.meshes import require_process_group, warn_of_experts
 from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
 from smp.fsdp.policies import choose_units, is_container
 from smp.fsdp.units import (
@@ -80,6 +80,7 @@ def _shard(
                 f"FSDP: a {type(module).__name__} is never called, so nothing would gather its parameters: wrap its "
                 f"members, or the module around it"
             )
+    warn_of_experts(module)
     units: list[tuple[nn.Module, Options]] = [(inner, read_options(own)) for inner, own in chosen.items()]
     with following_optimizers(module):
         for inner, own in [*units, (module, options)]:

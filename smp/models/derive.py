@@ -25,6 +25,8 @@ OTHER_SETTINGS = {
     "embd_pdrop": ("embd_pdrop",),
     "resid_pdrop": ("resid_pdrop", "hidden_dropout", "residual_dropout"),
     "rotary_pct": ("rope_parameters.partial_rotary_factor",),
+    "num_local_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "moe_topk", "top_k_experts"),
 }
 _BIDIRECTIONAL = {"cpmant"}  # whatever the config says
 _TRACE = "smp_trace"  # an attention function for which transformers makes no mask

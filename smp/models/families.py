@@ -86,6 +86,16 @@ _GPT_NEOX = Family(
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (_LLAMA, _MISTRAL, _GPT_NEOX)}
 
+# SMP v2's defaults of a type that is derived: model_type -> config.json values. The rest is transformers'.
+TYPE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "mixtral": {
+        **_MISTRAL.defaults,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+
 
 def list_presets() -> list[str]:
     """Return the names that ``--model`` knows, sorted."""

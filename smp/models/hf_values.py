@@ -30,7 +30,7 @@ _BY_POSITIONS = {"dynamic", "longrope"}
 # Settings that pretrained weights fix; each sets a top-level key.
 _FIXED_BY_WEIGHTS = (
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
-    "llama_intermediate_size", "initializer_range",
+    "llama_intermediate_size", "initializer_range", "num_local_experts",
 )  # fmt: skip
 
 
@@ -190,6 +190,9 @@ def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
             f"--num_key_value_heads {key_value_heads} does not divide --num_heads {heads}: choose a divisor, "
             f"or {heads} for plain multi-head attention"
         )
+    experts, top = (values.get(family.settings.get(name, "")) for name in ("num_local_experts", "num_experts_per_tok"))
+    if type(experts) is int and type(top) is int and top > experts > 0:
+        found.append(f"--num_experts_per_tok {top} is more than the {experts} experts of a layer: lower it")
     if "sliding_attention" in (values.get("layer_types") or ()) and values.get("sliding_window") is None:
         found.append("the model's layer_types name sliding_attention: choose --sliding_window above 0, or leave it out")
     return _shape_problems(values, family, found) if family.defaults else found

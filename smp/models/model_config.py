@@ -14,9 +14,11 @@ from smp.json_input import read_object
 from smp.models.attention_support import attention_misfit, attention_problem, default_attention
 from smp.models.checked_config import checked_config
 from smp.models.derive import OTHER_SETTINGS
-from smp.models.families import list_presets, load_preset
+from smp.models.experts import expert_modules
+from smp.models.families import TYPE_DEFAULTS, list_presets, load_preset
 from smp.models.family import COMMON_DEFAULTS, Family
 from smp.models.hf_values import apply_settings, differences, new_config, rebuilt, set_positions, value_problems
+from smp.models.meta_model import meta_model
 from smp.models.registry import FAMILIES, MODEL_TYPES, family_of
 from smp.models.weight_files import directory_of, generation_dir_of, refuse_adapter, tokenizer_dir_of, weight_map
 
@@ -33,10 +35,8 @@ class ModelConfig(Section):
         None, "Preset name, or local Hugging Face directory (its config.json; weights only with the finetune settings)."
     )
     model_type: Literal["gpt_neox", "llama_v2", "llama_v3", "mistral", "mixtral", "gpt2"] | None = setting(
-        None, "SMP v2's choice of architecture, shaped by the settings below. With these and no --model: gpt_neox.",
-        only=(None, *MODEL_TYPES),
-        otherwise="mixtral is out of scope for now; use gpt_neox, llama_v2, llama_v3, mistral or gpt2",
-    )  # fmt: skip
+        None, "SMP v2's choice of architecture, shaped by the settings below. With these and no --model: gpt_neox."
+    )
     max_context_width: int | None = setting(
         None, "Tokens per sample. Default: the preset's; 2048 with --model_type.", minimum=2
     )
@@ -89,6 +89,13 @@ class ModelConfig(Section):
         None, "Sequence length before llama3 scaling; 8192 when not given.", minimum=1
     )
     sliding_window: int | None = setting(None, "Mistral: tokens that attention looks back; 0: all.", minimum=0)
+    moe: bool = setting(False, "SMP v2's word for a mixture of experts: refuses a model that is none.")
+    num_local_experts: int | None = setting(
+        None, "Experts of a layer of a mixture. 8 with --model_type mixtral.", minimum=1, maximum=1 << 16
+    )
+    num_experts_per_tok: int | None = setting(
+        None, "Experts that a token is sent to. 2 with --model_type mixtral.", minimum=1
+    )
     attn_implementation: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "fused"
     ] = setting(
@@ -219,13 +226,12 @@ def _directory_source(directory: pathlib.Path) -> _Source:
 
 
 def _type_source(model_type: str) -> _Source:
-    family = FAMILIES.get(MODEL_TYPES[model_type])
-    if family is None:  # which is derived from transformers' own defaults
-        hf_config = new_config(MODEL_TYPES[model_type], {"vocab_size": COMMON_DEFAULTS["vocab_size"]})
-    else:
-        values = {**family.defaults, "max_position_embeddings": DEFAULT_SEQUENCE_LENGTH}
-        hf_config = new_config(family.hf_model_type, values)
-    return _Source(model_type, hf_config, DEFAULT_SEQUENCE_LENGTH, from_settings=True)
+    kind = MODEL_TYPES[model_type]
+    if defaults := FAMILIES[kind].defaults if kind in FAMILIES else TYPE_DEFAULTS.get(kind, {}):
+        values = {**defaults, "max_position_embeddings": DEFAULT_SEQUENCE_LENGTH}
+    else:  # transformers' own
+        values = {"vocab_size": COMMON_DEFAULTS["vocab_size"]}
+    return _Source(model_type, new_config(kind, values), DEFAULT_SEQUENCE_LENGTH, from_settings=True)
 
 
 def _named_source(name: str, *, flag: str) -> _Source:
@@ -351,6 +357,11 @@ def resolve_model(config: ModelConfig, *, here: bool = True) -> ResolvedModel:
             found.append(_contradiction(config, source.name, beside, differ))
         else:  # in what does not change the model's function, the weights' own counts, too
             source, values = dataclasses.replace(source, hf_config=own), own_values
+    if config.moe and not expert_modules(meta_model(source.hf_config).model):
+        found.append(
+            f"--moe 1 is for mixtures of experts, and {source.name} is none: leave it out, or choose one with "
+            f"--model_type mixtral or --model"
+        )
     found += problems + value_problems(values, family)
     dropout = values.get(family.settings.get("attn_pdrop", "")) or 0.0
     if problem := attention_problem(source.hf_config, config.attn_implementation, dropout=dropout, here=here):

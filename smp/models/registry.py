@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from smp.errors import UserError, one_line
 from smp.models.attention_support import check_attention, default_attention
 from smp.models.derive import check_config, derive_family
-from smp.models.families import FAMILIES, TENSOR_PLANS
+from smp.models.families import FAMILIES, TENSOR_PLANS, TYPE_DEFAULTS
 from smp.models.family import Family
 
 _derived: dict[str, Family] = {}  # by config
@@ -23,6 +24,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "llama_v2": "llama",
     "llama_v3": "llama",
     "mistral": "mistral",
+    "mixtral": "mixtral",
     "gpt2": "gpt2",
 }
 
@@ -57,7 +59,8 @@ def family_of(hf_config: Any) -> Family:
             raise UserError(
                 f"transformers builds no model of this {hf_config.model_type} config ({one_line(error)})"
             ) from error
-        _derived[key] = derive_family(twin, None if plan is None else plan(hf_config))
+        derived = derive_family(twin, None if plan is None else plan(hf_config))
+        _derived[key] = dataclasses.replace(derived, defaults=TYPE_DEFAULTS.get(hf_config.model_type, {}))
     return _derived[key]
 
 

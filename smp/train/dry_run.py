@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.compat.moe import sharding_advice
 from smp.config import Settings
 from smp.data.config import DataConfig, Split
 from smp.data.source import with_type
@@ -177,6 +178,7 @@ def report(
         [
             f"{resolved.name}: {shape.parameters:,} parameters in {len(shapes)} tensors; rank 0 stores {local:,}",
             f"mesh: {mesh} = {mesh.world_size} processes",
+            *([advice] if (advice := sharding_advice(mesh)) else []),
             "",
             f"predicted peak of each rank{where}:",
             memory_table(estimate_memory(shape, mesh, work), available),

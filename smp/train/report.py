@@ -19,6 +19,7 @@ from smp import comm
 from smp.checkpoint.directory import LATEST, checkpoint_name
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
+from smp.compat.moe import tell_of_sharding
 from smp.data.text import TextTokenizer, contradiction
 from smp.errors import UserError
 from smp.faults.agreement import of_all_ranks
@@ -58,6 +59,7 @@ def announce(job: CheckedJob, start: Start, model: nn.Module, changes: list[str]
         "World size = %d: %s on %s over %s, computing in %s",
         job.launch.world_size, job.mesh, job.device.type, dist.get_backend(), str(job.dtype).removeprefix("torch."),
     )  # fmt: skip
+    tell_of_sharding(job.mesh)
     length, samples = job.model.sequence_length, job.train_data.samples_per_epoch
     epochs = start.max_steps * start.global_batch_size / samples
     logger.info(

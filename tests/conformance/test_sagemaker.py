@@ -107,6 +107,8 @@ USED = {
     "torch.sagemaker.utils.process_group_utils": "get_global_ranks",
     "torch.sagemaker.checkpoint.utils": "SORT_BY_LAST_INT limit_num_subdirs",
     "torch.sagemaker.tensor_parallel.transformer": "TransformerLayer TETransformerLayer",
+    "torch.sagemaker.moe.moe_config": "MoEConfig",
+    "torch.sagemaker.moe.moe_layer": "MoELayer",
     "torch.sagemaker.distributed.fsdp.fully_sharded_data_parallel": "register_tp_processing_pre_comm_hook",
     "torch.sagemaker.distributed.fsdp.checkpoint": "save_model_checkpoint load_model_checkpoint EXPORT_KEY_MODEL "
     "EXPORT_KEY_OPTIMIZER EXPORT_KEY_SCHEDULER EXPORT_KEY_IDENTITY",
@@ -125,8 +127,6 @@ REFUSED = {
     "torch.sagemaker.distributed.checkpoint.state_dict_saver": "async_save PyTorchDistSaveShardedStrategy",
     "torch.sagemaker.distributed.checkpoint.state_dict_utils": "sm_state_dict_type SMStateDictType init_optim_state "
     "compute_auto_checkpoint_interval _Interval",
-    "torch.sagemaker.moe.moe_config": "MoEConfig",
-    "torch.sagemaker.moe.moe_layer": "MoELayer",
     "torch.sagemaker.nn.attn": "FlashSelfAttention",
     "torch.sagemaker.nn.huggingface.llama_flashattn": "LlamaFlashAttention",
 }
@@ -135,6 +135,8 @@ UNKNOWN = {"torch.sagemaker": "nothing", "torch.sagemaker.moe.moe_layer": "nothi
 CALLED = {
     "torch.sagemaker.init": "()",
     "torch.sagemaker.transform": "(0, config=None, load_state_dict_from_rank0=False, cp_comm_type='p2p')",
+    "torch.sagemaker.moe.moe_config.MoEConfig": "(smp_moe=True, random_seed=1, moe_load_balancing='sinkhorn', "
+    "global_token_shuffle=False, moe_all_to_all_dispatcher=True, use_cpu_initialization=False)",
     "torch.sagemaker.grad_norm.clip_grad_norm_": "(0, 1.0)",
     "torch.sagemaker.logger.get_logger": "()",
     "torch.sagemaker.utils.utils.timeit": "(True, 'text', 0)",
@@ -249,7 +251,7 @@ def _estimator(folder: str) -> None:
             '{"tensor_parallel_degree": "x"}',
             r"smp\.init: tensor_parallel_degree must be an integer, got 'x' \(SM_HP_MP",
         ),
-        ('{"expert_parallel_degree": 2}', r"smp\.init: expert_parallel_degree 2 is not available"),
+        ('{"expert_parallel_degree": 3}', r"smp\.init: expert_parallel_degree 3 does not divide"),
     ):
         os.environ["SM_HP_MP_PARAMETERS"] = parameters
         with pytest.raises(UserError, match=sentence):

@@ -30,6 +30,7 @@ from smp.train.state import TrainState
 from tests.flags import (
     LLAMA3,
     MISTRAL,
+    MIXTRAL,
     SYNTHETIC,
     Words,
     blocks,
@@ -72,6 +73,8 @@ SHAPES: dict[str, tuple[Words, Callable[[Any], Any], Any, Words]] = {
         [8], lambda c: c.rope_parameters["original_max_position_embeddings"], 8, LLAMA3,
     ),
     "sliding_window": ([7], lambda c: c.sliding_window, 7, MISTRAL),
+    "num_local_experts": ([4], lambda c: c.num_local_experts, 4, MIXTRAL),
+    "num_experts_per_tok": ([3], lambda c: c.num_experts_per_tok, 3, MIXTRAL),
     "max_context_width": ([24], lambda c: c.max_position_embeddings, 24, LLAMA),
 }  # fmt: skip
 
@@ -81,6 +84,13 @@ SHAPES: dict[str, tuple[Words, Callable[[Any], Any], Any, Words]] = {
 def test_shape(flag):
     words, reading, expected, base = SHAPES[flag]
     differs(lambda given: reading(hf(given, model=base)), [f"--{flag}", *words], expected)
+
+
+@check("moe")
+def test_moe():
+    hf(["--moe", 1], model=MIXTRAL)
+    with pytest.raises(ConfigError, match="--moe 1 is for mixtures of experts, and llama_v2 is none"):
+        hf(["--moe", 1])
 
 
 @check("model")
@@ -117,6 +127,15 @@ def test_sharding():
 
     differs(degrees, ["--sharding_strategy", "full_shard"], (1, 8))
     differs(degrees, ["--hybrid_shard_degree", 2], (4, 2))
+
+
+@check("expert_parallel_degree")
+def test_expert_parallel_degree():
+    def degrees(words):
+        found = resolve_mesh(parse([*SYNTHETIC, *words]).parallel, world_size=8, local_world_size=4)
+        return found.degree("ep"), found.shard.size, found.replicas.size
+
+    differs(degrees, ["--expert_parallel_degree", 2], (2, 4, 2))
 
 
 @check("forward_prefetch", "backward_fetch_policy")

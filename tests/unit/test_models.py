@@ -10,6 +10,7 @@ import torch
 
 from smp.errors import ConfigError, UserError
 from smp.models.families import list_presets, preset_path
+from smp.models.hf_values import new_config
 from smp.models.meta_model import count_parameters
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import FAMILIES, build_model, family_of
@@ -132,6 +133,35 @@ def test_settings_override_a_preset_and_dependent_values_follow():
     assert resolve(num_layers=3).name == "gpt_neox"  # as SMP v2's
 
 
+@pytest.mark.parametrize(
+    ("kind", "experts", "top"),
+    [
+        ("mixtral", "num_local_experts", "num_experts_per_tok"),
+        ("olmoe", "num_experts", "num_experts_per_tok"),
+        ("glm4_moe", "n_routed_experts", "num_experts_per_tok"),
+        ("aria_text", "moe_num_experts", "moe_topk"),
+    ],
+)
+def test_experts_are_set_under_the_types_own_keys(tmp_path, kind, experts, top):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    new_config(kind, {**sizes, **heads}).save_pretrained(tmp_path)
+    plain = resolve(model=str(tmp_path), moe=True).hf_config.to_dict()
+    made = resolve(model=str(tmp_path), num_local_experts=24, num_experts_per_tok=3).hf_config.to_dict()
+    assert {key: made[key] for key in made if made[key] != plain[key]} == {experts: 24, top: 3}
+
+
+def test_mixtral_has_smp_v2s_defaults():
+    made = resolve(model_type="mixtral", moe=True, num_heads=4).hf_config
+    assert (made.num_local_experts, made.num_experts_per_tok, made.num_key_value_heads) == (8, 2, 4)
+    assert (made.vocab_size, made.hidden_size, made.intermediate_size, made.num_hidden_layers) == (
+        50432,
+        768,
+        14336,
+        12,
+    )
+
+
 def test_scaling_can_be_taken_off_a_preset():
     rope = resolve(model="llama3_8b", rope_scaling_type="default").hf_config.rope_parameters
     assert rope == {"rope_type": "default", "rope_theta": 500000.0}
@@ -160,10 +190,11 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
         ({"model": "gpt_neox_tiny", "rotary_pct": 0.03}, "turns 1 of each head's 40 dimensions"),
         ({"model": "llama_tiny", "rope_scaling_factor": 2.0}, "add --rope_scaling_type llama3"),
         ({"model": "mistral7b", "model_type": "llama_v2"}, "contradicts mistral7b"),
-        ({"model_type": "mixtral"}, "use gpt_neox, llama_v2, llama_v3, mistral or gpt2"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "9 is more than the 8 experts of a layer: lower it"),
+        ({"model_type": "llama_v2", "num_local_experts": 4}, "--num_local_experts is no setting of the llama family"),
         ({"model_type": "llama_v2", "intermediate_size": 8, "llama_intermediate_size": 9}, "give one of them"),
         ({"embd_pdrop": 0.1}, "no setting of the gpt_neox family"),
-        ({"moe": True}, "mixture-of-experts"),
+        ({"model": "llama_tiny", "moe": True}, "llama_tiny is none: leave it out, or choose one with --model_type mix"),
         ({"finetune": True}, "--finetune 1 needs --pretrained_model_name"),
         ({"finetune": True, "pretrained_model_name": "llama7b"}, "needs --finetune_checkpoint_load_dir"),
         ({"finetune": True, "finetune_checkpoint_load_dir": "x"}, "--pretrained_model_name"),

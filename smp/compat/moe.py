@@ -1,0 +1,129 @@
+"""SMP v2's mixtures of experts: what ``transform`` is given about them, and the class of their layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+from torch import nn
+
+from smp.errors import UserError, a_type
+from smp.log import get_logger
+from smp.mesh import Mesh
+from smp.models.experts import expert_modules, is_experts
+
+_BALANCES = ("sinkhorn", "balanced", "aux_loss", "none")
+_logger = get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """How SMP v2 trains a mixture of experts, with its defaults: the ``config`` of :func:`smp.transform`.
+
+    Attributes:
+        smp_moe: False: the router of transformers alone, whatever the rest says.
+        random_seed: no effect: initial values are drawn by the ``random_seed`` of ``init``, at any layout alike.
+        moe_load_balancing: ``sinkhorn``, ``balanced``, ``aux_loss`` or ``none``.
+        global_token_shuffle: only False.
+        moe_all_to_all_dispatcher: only True.
+        moe_aux_loss_coeff: factor of the loss of ``aux_loss``.
+        moe_z_loss_coeff: factor of the z-loss of routers.
+        use_cpu_initialization: no effect: values do not depend on the device.
+    """
+
+    smp_moe: bool = True
+    random_seed: int = 12345
+    moe_load_balancing: str = "sinkhorn"
+    global_token_shuffle: bool = False
+    moe_all_to_all_dispatcher: bool = True
+    moe_aux_loss_coeff: float = 0.001
+    moe_z_loss_coeff: float = 0.001
+    use_cpu_initialization: bool = False
+
+
+def moe_settings(config: MoEConfig) -> dict[str, Any]:
+    """Return the settings that a ``MoEConfig`` makes, by the names of flags.
+
+    Raises:
+        UserError: a value asks for what is not here.
+    """
+    found = []
+    if config.moe_load_balancing not in _BALANCES:
+        found.append(f"moe_load_balancing {config.moe_load_balancing!r} is not allowed: give {', '.join(_BALANCES)}")
+    if config.global_token_shuffle:
+        found.append(
+            "global_token_shuffle True is not available: shuffled tokens would give a router other sequences at every "
+            "layout; leave it at False"
+        )
+    if not config.moe_all_to_all_dispatcher:
+        found.append(
+            "moe_all_to_all_dispatcher False is not available: an all-to-all is how tokens reach their experts, and "
+            "none is dropped; leave it at True"
+        )
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            found.append(f"{name} {value!r} is not allowed: give a number of at least 0")
+    if found:
+        raise UserError(f"smp.MoEConfig: {'; '.join(found)}")
+    if not config.smp_moe:
+        return {}
+    settings = {"moe_load_balancing": config.moe_load_balancing, "moe_z_loss_coeff": config.moe_z_loss_coeff}
+    if config.moe_load_balancing == "aux_loss":
+        settings["moe_aux_loss_coeff"] = config.moe_aux_loss_coeff
+    return settings
+
+
+def read_moe_config(model: nn.Module, config: object) -> dict[str, Any]:
+    """Return the settings of the ``config`` of :func:`smp.transform`.
+
+    Raises:
+        UserError: it is none, the model has no experts, or a value asks for what is not here.
+    """
+    if not isinstance(config, MoEConfig):
+        raise UserError(f"smp.transform: config is {a_type(config)}: give smp.MoEConfig(...), or leave it out")
+    if not expert_modules(model):
+        raise UserError(
+            f"smp.transform: config is for mixtures of experts, and the {type(model).__name__} is none: leave it out"
+        )
+    settings = moe_settings(config)
+    if config.random_seed != MoEConfig.random_seed:
+        _logger.info("MoEConfig: random_seed has no effect: initial values are drawn by the random_seed of smp.init")
+    return settings
+
+
+def sharding_advice(mesh: Mesh) -> str | None:
+    """Return how to have SMP v2's memory for experts, which it shards over the expert-parallel ranks as well.
+
+    None: experts are not split, or SMP v2 would take more ranks than there are.
+    """
+    degree, shard = mesh.degree("ep"), mesh.shard.size
+    if degree == 1 or mesh.replicas.size % degree:
+        return None
+    return (
+        f"expert_parallel_degree {degree} is folded over the {shard} ranks of a sharding group; SMP v2 shards experts "
+        f"over {shard} x {degree}: hybrid_shard_degree {shard * degree} gives its memory"
+    )
+
+
+def tell_of_sharding(mesh: Mesh) -> None:
+    """Log :func:`sharding_advice`, if there is any."""
+    if advice := sharding_advice(mesh):
+        _logger.info(advice)
+
+
+class _Layers(type):
+    def __instancecheck__(cls, module: object) -> bool:
+        return isinstance(module, nn.Module) and any(map(is_experts, module.children()))
+
+
+class MoELayer(nn.Module, metaclass=_Layers):
+    """What a layer with a router and experts of transformers is an instance of, for wrapping and recomputation."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to be built.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("MoELayer cannot be built: build the model of transformers, whose layers it stands for")
