@@ -36,8 +36,6 @@ ABSENT: dict[str, tuple[Absent, ...]] = {
         Absent("moe", False, "Mixture of experts.", f"{_NO_MOE}out"),
         Absent("num_experts_per_tok", 2, "Experts per token.", f"{_NO_MOE}out"),
         Absent("num_local_experts", 8, "Experts per block.", f"{_NO_MOE}out"),
-        Absent("moe_load_balancing", "sinkhorn", "How tokens are spread over experts.", f"{_NO_MOE}out",
-               kind=Literal["sinkhorn", "balanced", "aux_loss", "none"]),
         Absent("global_token_shuffle", False, "Shuffle tokens over experts.", f"{_NO_MOE}out"),
         Absent("moe_all_to_all_dispatcher", True, "Send tokens by all-to-all.", f"{_NO_MOE}out"),
         Absent("moe_fp8_checkpoint_attn", True, "Checkpoint attention alone.", f"{_NO_MOE}out"),

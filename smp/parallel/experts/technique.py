@@ -13,14 +13,18 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from smp.axes import divisors, listed
-from smp.config import ParallelConfig
 from smp.models.experts import expert_modules
 from smp.models.meta_model import meta_model
+from smp.parallel.experts import balance
+from smp.parallel.experts.balance import after_update, extra_loss, metrics
 from smp.parallel.experts.compute import compute
+from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.experts.dispatch import inverse, send_back, send_to_experts, sort_by_expert
 from smp.parallel.technique import Setup
 
-Config = ParallelConfig
+__all__ = ["Config", "after_update", "apply", "extra_loss", "metrics", "problems"]
+
+Config = ExpertsConfig
 NAME = "smp"  # of the experts function in transformers' registry
 _GROUP = "_smp_expert_group"
 # Functions of transformers that gather a matrix for each token, or have no backward.
@@ -40,6 +44,7 @@ def experts_forward(
     group, top = getattr(module, _GROUP, None), index.shape[-1]
     experts = module.down_proj.shape[0]
     by_expert = sort_by_expert(index, experts)
+    balance.note_counts(module, by_expert.counts)
     rows = hidden[by_expert.order // top]
     if group is None:
         out = compute(module, rows, by_expert.counts.tolist())
@@ -51,20 +56,27 @@ def experts_forward(
 
 
 def problems(hf_config: Any, setup: Setup) -> list[str]:
-    """Return why experts cannot be split."""
-    degree, found = setup.mesh.degree("ep"), []
+    """Return why experts cannot be split, or balanced as asked for."""
+    model = meta_model(hf_config).model
+    degree, found = setup.mesh.degree("ep"), balance.problems(hf_config, model, setup)
     asked = getattr(hf_config, "_experts_implementation_internal", None)
     if asked in _REFUSED:
         found.append(f"experts_implementation {asked} is not for training: leave it out")
     if degree == 1:
         return found
     flag = f"--expert_parallel_degree {degree}"
-    modules = [module for _, module in expert_modules(meta_model(hf_config).model)]
+    modules: list[Any] = [module for _, module in expert_modules(model)]
     if not modules:
-        return [*found, f"{flag}: a model of type {hf_config.model_type!r} has no experts that can be split: leave it out"]
+        return [
+            *found,
+            f"{flag}: a model of type {hf_config.model_type!r} has no experts that can be split: leave it out",
+        ]
     if any(getattr(module, "has_post_expert_norm", False) for module in modules):
-        return [*found, f"{flag}: the experts of {hf_config.model_type!r} share a norm, which is not split: leave it out"]
-    counts = {module.down_proj.shape[0] for module in modules}  # type: ignore[union-attr]
+        return [
+            *found,
+            f"{flag}: the experts of {hf_config.model_type!r} share a norm, which is not split: leave it out",
+        ]
+    counts = {module.down_proj.shape[0] for module in modules}
     if odd := next((count for count in sorted(counts) if count % degree), None):
         legal = [d for d in divisors(odd) if all(count % d == 0 for count in counts)]
         found.append(f"{flag} does not divide the {odd} experts of a layer: choose one of {listed(legal)}")
@@ -81,6 +93,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for module in modules:
         module.config._experts_implementation_internal = NAME
+    balance.follow(model, expert_modules(model), setup)
     if setup.mesh.degree("ep") == 1:
         return
     over = setup.mesh.view("ep")["ep"]
