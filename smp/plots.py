@@ -13,41 +13,54 @@ from smp.errors import UserError
 from smp.units import MIB
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies")
-DRAWN = ("step", "loss", "val_loss", "lr", "tokens_per_sec", "grad_norm", *REWARDS)
+TOKENS, BUSIEST = "experts/tokens", "experts/busiest_share"
+DRAWN = ("step", "loss", "val_loss", "lr", "tokens_per_sec", "grad_norm", *REWARDS, BUSIEST)
 _TRAIN, _VALIDATION = "#2c6fbb", "#d1495b"
 
 
 def plot_metrics(metrics_jsonl: Path, png: Path) -> None:
     """Draw loss (training and validation), learning rate, tokens per second and gradient norm over the steps.
 
-    Of preferences also the rewards, and how often the chosen answer has the higher one.
+    Of preferences also the rewards, and how often the chosen answer has the higher one; of a mixture of experts the
+    share of the busiest one, and the share of each in the last step.
 
     Raises:
         UserError: matplotlib is missing, or the file is missing, broken or holds no training step.
     """
     records = _read(metrics_jsonl)
-    figure = metrics_figure([r for r in records if "loss" in r], [r for r in records if "val_loss" in r])
+    tokens = next((r[TOKENS] for r in reversed(records) if TOKENS in r), ())
+    train, validation = ([r for r in records if key in r] for key in ("loss", "val_loss"))
+    figure = metrics_figure(train, validation, tokens=tokens)
     figure.suptitle(metrics_jsonl.resolve().parent.name)
     _save(figure, png)
 
 
 def metrics_figure(
-    train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]], marks: Sequence[int] = ()
+    train: Sequence[Mapping[str, Any]],
+    validation: Sequence[Mapping[str, Any]],
+    marks: Sequence[int] = (),
+    *,
+    tokens: Sequence[Sequence[int]] = (),
 ) -> Any:
     """Draw the metrics of :func:`plot_metrics`.
 
     Args:
         train, validation: lines of the metrics.
         marks: steps at which the run was resumed.
+        tokens: of each layer, those of each expert in the last step.
 
     Raises:
         UserError: matplotlib is missing.
     """
     rows = 2 if all(math.isnan(float(record.get(REWARDS[0], "nan"))) for record in train) else 3
-    figure = _figure("curves need", height=3.5 * rows)
+    figure = _figure("curves need", height=3.5 * (rows + bool(tokens)))
     from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
-    (loss, lr), (speed, norm), *more = figure.subplots(rows, 2, sharex=True)
+    upper, lower = figure.subfigures(2, 1, height_ratios=[rows, 1]) if tokens else (figure, None)
+    (loss, lr), (speed, norm), *more = upper.subplots(rows, 2, sharex=True)
+    curves = list(figure.axes)
+    if tokens:
+        curves.append(_draw_experts(lower, train, tokens))
     for rewards, accuracy in more:
         _draw(rewards, train, REWARDS[0], title="Rewards", color=_TRAIN, label="chosen")
         _draw(rewards, train, REWARDS[1], title="Rewards", color=_VALIDATION, label="rejected")
@@ -67,9 +80,24 @@ def metrics_figure(
     for axes in more[-1] if more else (speed, norm):
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    for axes in figure.axes:
+    for axes in curves:
         axes.vlines(marks, 0, 1, transform=axes.get_xaxis_transform(), color="#444444", lw=0.8, ls=":")
     return figure
+
+
+def _draw_experts(figure: Any, train: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]) -> Any:
+    """Draw the share of the busiest expert over the steps, whose axes are returned, and all shares of the last one."""
+    curve, table = figure.subplots(1, 2)
+    _draw(curve, [r for r in train if BUSIEST in r], BUSIEST, title="Share of the busiest expert", color=_TRAIN)
+    curve.set_ylim(bottom=0)
+    curve.set_xlabel("step")
+    shares = [[each / max(sum(layer), 1) for each in layer] for layer in tokens]
+    image = table.imshow(shares, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0)
+    figure.colorbar(image, ax=table)
+    table.set_title("Share of tokens, last step", loc="left", fontsize=11)
+    table.set_xlabel("expert")
+    table.set_ylabel("layer")
+    return curve
 
 
 def plot_memory(
@@ -136,8 +164,8 @@ def _draw(
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _read(path: Path) -> list[Mapping[str, Any]]:
-    records: list[Mapping[str, Any]] = []
+def _read(path: Path) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
     broken = 0
     try:
         with path.open(encoding="utf-8") as file:
@@ -149,7 +177,9 @@ def _read(path: Path) -> list[Mapping[str, Any]]:
                 except ValueError:  # the last line may be incomplete, of a run that goes on or was killed
                     broken = number
                     continue
-                records.append({key: record[key] for key in DRAWN if key in record})  # a long run has many
+                records.append({key: record[key] for key in (*DRAWN, TOKENS) if key in record})  # a long run has many
+                if TOKENS in record and len(records) > 1:
+                    records[-2].pop(TOKENS, None)
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give the directory of a run") from error
     if not any("loss" in record for record in records):

@@ -217,14 +217,15 @@ def train_parallel(
     batch_of: Callable[[int, int, int, int], StepBatch] = rank_batch,
     optim: OptimConfig = ADAMW,
     seen: list[nn.Module] | None = None,
+    more: tuple[Section, ...] = (),
 ) -> Iterator[tuple[float, float, dict]]:
     """Train a copy of ``reference`` under ``layout``; yields each step's loss, norm and whole gradients.
 
-    ``seen`` receives the model.
+    ``seen`` receives the model; ``more`` are further sections of settings.
     """
     model = copy.deepcopy(reference).train()
     mesh, loss = layout.mesh(), LossConfig(loss_chunk_tokens=layout.chunk, z_loss=layout.z_loss)
-    setup = setup_of(model, mesh, layout.parallel(), layout.activation(), loss)
+    setup = setup_of(model, mesh, layout.parallel(), layout.activation(), loss, *more)
     setup = dataclasses.replace(setup, dtype=layout.dtype)
     with mock.patch.object(sharding, "MIN_UNIT_PARAMETERS", layout.min_unit):
         apply_techniques(model, setup)

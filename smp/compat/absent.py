@@ -32,9 +32,6 @@ ABSENT: dict[str, tuple[Absent, ...]] = {
                no_effect="attention is Hugging Face's, by --attn_implementation"),
     ),
     "hf_pretrained_model_name_or_dir": (
-        Absent("moe_load_balancing", "sinkhorn", "How tokens are spread over experts.",
-               "mixture-of-experts models are out of scope for now; leave it out",
-               kind=Literal["sinkhorn", "balanced", "aux_loss", "none"]),
         Absent("global_token_shuffle", False, "Shuffle tokens over experts.",
                "shuffled tokens would give a router other sequences at every layout; leave it out"),
         Absent("moe_all_to_all_dispatcher", True, "Send tokens by all-to-all.",

@@ -19,7 +19,7 @@ class Readback:
     """Numbers of a device on their way to the host, which need not wait for them until it reads.
 
     Args:
-        values: 1-D; on a GPU they may change as soon as this returns.
+        values: of any shape; on a GPU they may change as soon as this returns.
     """
 
     def __init__(self, values: torch.Tensor):
@@ -29,8 +29,8 @@ class Readback:
             self._values = host.copy_(values, non_blocking=True)
             self._arrived = torch.cuda.current_stream(values.device).record_event()
 
-    def read(self) -> list[Any]:
-        """Return the numbers; waits for the device to have come to where this was made."""
+    def read(self) -> Any:
+        """Return the numbers, in lists by dimension; waits for the device to have come to where this was made."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.tolist()

@@ -125,6 +125,11 @@ class OptionalMembers:
     def after_update(model: nn.Module, setup: Setup, skipped: torch.Tensor, /) -> None:
         """Change what follows from a step; ``skipped``, 0-d bool on the device: the update was left out."""
 
+    @staticmethod
+    def metrics(model: nn.Module, setup: Setup, /) -> dict[str, torch.Tensor]:
+        """Return what is logged of the last step, by name; collective. Numbers (0-d), or tables for files alone."""
+        return {}
+
 
 def member(technique: Technique, name: str) -> Any:
     """Return a member of a technique, or the default of :class:`OptionalMembers`."""
@@ -135,14 +140,14 @@ _IN_STEPS = "_smp_in_steps"
 
 
 def follow_steps(model: nn.Module, techniques: Sequence[Technique], setup: Setup) -> None:
-    """Let :func:`extra_loss` and :func:`after_update` of the model call the techniques'."""
-    found = [(member(each, "extra_loss"), member(each, "after_update"), setup) for each in techniques]
-    setattr(model, _IN_STEPS, found)
+    """Let :func:`extra_loss`, :func:`after_update` and :func:`metrics` of the model call the techniques'."""
+    names = ("extra_loss", "after_update", "metrics")
+    setattr(model, _IN_STEPS, [(*(member(each, name) for name in names), setup) for each in techniques])
 
 
 def extra_loss(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
     """Return the loss of the forward that has just run, with what the techniques add."""
-    for add, _, setup in getattr(model, _IN_STEPS, ()):
+    for add, _, _, setup in getattr(model, _IN_STEPS, ()):
         if (extra := add(model, setup)) is not None:
             loss = loss + extra
     return loss
@@ -150,8 +155,16 @@ def extra_loss(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
 
 def after_update(model: nn.Module, skipped: torch.Tensor) -> None:
     """Call the techniques' ``after_update``."""
-    for _, follow, setup in getattr(model, _IN_STEPS, ()):
+    for _, follow, _, setup in getattr(model, _IN_STEPS, ()):
         follow(model, setup, skipped)
+
+
+def metrics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the techniques' ``metrics``; collective."""
+    found: dict[str, torch.Tensor] = {}
+    for _, _, measure, setup in getattr(model, _IN_STEPS, ()):
+        found |= measure(model, setup)
+    return found
 
 
 def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from smp.errors import UserError
 from smp.faults.stop import INTERRUPTED, STOPPED
-from smp.plots import DRAWN, metrics_figure
+from smp.plots import DRAWN, TOKENS, metrics_figure
 from smp.report.html import Html, join, tag
 from smp.report.run_files import RunFiles, finite, number, table_of
 from smp.units import duration, short
@@ -87,7 +87,8 @@ def curves(run: RunFiles) -> Html:
     train, validation = ([_drawn(line) for line in lines] for lines in (run.train, run.validation))
     picture = io.BytesIO()
     try:
-        metrics_figure(train, validation, marks).savefig(picture, dpi=120, format="png")
+        tokens = next((line[TOKENS] for line in reversed(run.train) if TOKENS in line), ())
+        metrics_figure(train, validation, marks, tokens=tokens).savefig(picture, dpi=120, format="png")
     except UserError as error:  # no matplotlib
         return tag("p", f"{error}", cls="empty")
     except Exception as error:  # of matplotlib, which has no axis for some numbers

@@ -37,6 +37,7 @@ from smp.models.model_config import ModelConfig
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import OPTIMIZERS
 from smp.parallel.allocator import AllocatorConfig
+from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.lora import Config as LoraConfig
 from smp.runtime import data_channel, own_arguments
 from smp.train.logging_config import LoggingConfig
@@ -61,6 +62,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     parallel: ParallelConfig
+    experts: ExpertsConfig
     precision: PrecisionConfig
     activation: ActivationConfig
     loss: LossConfig
@@ -182,11 +184,9 @@ def _convert_one(kind: Any, text: str) -> Any:
         if lowered not in ("0", "1", "true", "false"):
             raise ValueError
         return lowered in ("1", "true")
-    if kind is int:
-        return int(text)
-    if kind is float:
-        value = float(text)
-        if math.isnan(value):
+    if kind in (int, float):
+        value = kind(text)
+        if value != value:  # NaN
             raise ValueError
         return value
     # A directory: shells do so with `--name DIR`, and neither in `--name=DIR` nor in a file.

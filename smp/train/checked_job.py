@@ -33,7 +33,7 @@ from smp.train.dry_run import (
     present_model,
     typed_data,
 )
-from smp.train.job import Job, check_global_batch, planned_batch, refuse_too_large
+from smp.train.job import Job, accumulation, check_global_batch, planned_batch, refuse_too_large
 from smp.train.output_paths import check_output, storages_of
 
 
@@ -126,6 +126,11 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
         # Inside the attempt, as the table refuses adapters of layers that the model does not have.
         misfits += attempt(lambda: optimizers.find_problems(job.table, job.mesh, config.optim, here=here)) or []
     problems += misfits
+    if (steps := accumulation(job)) > 1 and config.experts.method == "aux_loss":
+        problems.append(
+            f"--moe_load_balancing aux_loss is of the global batch, which {steps} forward passes in a step do not have "
+            f"together: use --moe_load_balancing sequence, or 1 forward pass"
+        )
     if config.data.keeps_apart:
         attempt(check_documents, model.hf_config, model.sequence_length)
     size = attempt(check_global_batch, planned_batch(config, job.mesh), job.mesh)
@@ -201,6 +206,8 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
             "--dpo 1 --evaluate_only 1 without adapters needs the reference of a run, which its checkpoints have: set "
             "--resume_from_checkpoint latest, and the run's --output_dir"
         )
+    if config.preference.dpo and (flag := config.experts.adds_loss):
+        problems.append(f"{flag} is of tokens and --dpo 1 has a loss of pairs: use --moe_load_balancing bias or none")
     if config.run.plan and config.data.evaluate_only:
         problems.append("--plan 1 plans a training step and --evaluate_only 1 has none: leave one out")
     if config.logging.memory_snapshot and device.type != "cuda":

@@ -101,6 +101,11 @@ def planned_batch(config: TrainConfig, mesh: Mesh) -> int:
     return config.run.global_batch_size or batch_of_flags(config, mesh)
 
 
+def accumulation(job: Job) -> int:
+    """Return the forward passes of a step of a new run."""
+    return -(-planned_batch(job.config, job.mesh) // (job.mesh.data.size * job.config.run.train_batch_size))
+
+
 def sizes(job: Job) -> tuple[ModelShape, Workload]:
     """Return the sizes that decide the memory of a rank."""
     evaluates = job.config.data.evaluate_only
@@ -112,7 +117,7 @@ def sizes(job: Job) -> tuple[ModelShape, Workload]:
         device_type=job.device.type,
         forward_only=evaluates,
         is_async=job.config.checkpoint.is_async,
-        accumulation=-(-planned_batch(job.config, job.mesh) // (job.mesh.data.size * job.config.run.train_batch_size)),
+        accumulation=accumulation(job),
     )
     return shape_of(job.model, job.settings), work
 

@@ -149,6 +149,7 @@ class MetricsLogger:
         memory: Mapping[str, float | None],
         phase_s: Mapping[str, float] | None = None,
         more: Mapping[str, float] = NONE,
+        measured: Mapping[str, Any] = NONE,
     ) -> None:
         """Report the steps since the last call.
 
@@ -163,6 +164,7 @@ class MetricsLogger:
             memory: what ``smp.memory.tracker.memory_stats`` returns.
             phase_s: seconds of this process in each phase since the last call, validation and checkpoints included.
             more: means of the loss's metrics over the step's global batch.
+            measured: of the techniques; what is no number is in ``metrics.jsonl`` alone.
         """
         steps = step - self._step
         seconds = steps * step_time_s
@@ -183,6 +185,7 @@ class MetricsLogger:
             "mfu": None if self._peak_flops is None else tflops * 1e12 / self._peak_flops,
             **{key: memory.get(key) for key in ("mem_allocated_gib", "mem_peak_gib", "host_rss_gib")},
             "phase_s": phase_s,
+            **measured,
         }
         self._write(record)
         for tag, value in {
@@ -192,6 +195,7 @@ class MetricsLogger:
             "LR/learning_rate": lr,
             "Norms/grad_norm": grad_norm,
             **more,
+            **{name: value for name, value in measured.items() if isinstance(value, float)},
         }.items():
             self.writers.scalar(tag, value, step)
         self._recent.append(step_time_s)

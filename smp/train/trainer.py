@@ -32,7 +32,7 @@ from smp.models.file_names import buffers_of, parameters_of
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.optim.optimizers import MixedOptimizer
 from smp.parallel import lora
-from smp.parallel.technique import Setup
+from smp.parallel.technique import Setup, metrics
 from smp.pretrained import base_dtypes
 from smp.runtime import release_cache
 from smp.train.checked_job import CheckedJob
@@ -164,6 +164,7 @@ class _Done:
     result: StepResult
     logged: bool
     numbers: Readback  # those of the result; over all ranks if the step is logged
+    measured: dict[str, Readback]  # of the techniques, if the step is logged
 
 
 def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
@@ -197,7 +198,8 @@ def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
     state.samples += start.global_batch_size
     logged = config.logging.due(state.step, max_steps=start.max_steps)
     numbers = Readback(result.numbers(over_all_ranks=logged))
-    return _Done(state.step, state.samples, lr, batch.sample_ids, result, logged, numbers)
+    measured = {name: Readback(value) for name, value in metrics(model).items()} if logged else {}
+    return _Done(state.step, state.samples, lr, batch.sample_ids, result, logged, numbers, measured)
 
 
 def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
@@ -239,6 +241,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             more={
                 name: each / max(divisor, 1) for name, each in zip(loss_of(trainer.setup).metrics, others, strict=True)
             },
+            measured={name: value.read() for name, value in done.measured.items()},
         )
     trainer.metrics.bar.reach(done.step)
     trainer.planned.settled(done.step)

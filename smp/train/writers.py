@@ -141,7 +141,9 @@ class Trackers:
         while tracker is not None and (record := records.get()) is not None:
             step = record.pop("step")
             phases = {f"phase_s/{phase}": seconds for phase, seconds in (record.pop("phase_s", None) or {}).items()}
-            values = {_curve(key): value for key, value in (record | phases).items() if value is not None}
+            values = {
+                _curve(key): value for key, value in (record | phases).items() if not isinstance(value, list | None)
+            }
             self._attempt(name, lambda: tracker.log(values, step=step))  # noqa: B023  called at once
         if tracker is not None:
             self._attempt(name, tracker.finish)

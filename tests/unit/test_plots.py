@@ -43,6 +43,17 @@ def test_draws_every_series(tmp_path, monkeypatch):
     by_title = {axes.get_title(loc="left"): series for axes, series in drawn.items()}
     assert [values[1] for values in by_title["Rewards"]] == [[0.2] * 3, [-0.1] * 3]
     assert by_title["Chosen answer preferred"] == [([1, 2, 3], [1.0] * 3)]
+    drawn.clear()
+    path = write(tmp_path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    shares = {"experts/busiest_share": 0.75, "experts/tokens": [[2, 6], [4, 4]]}
+    path.write_text("".join(json.dumps(line | shares if "loss" in line else line) + "\n" for line in lines))
+    images, imshow = [], Axes.imshow
+    monkeypatch.setattr(Axes, "imshow", lambda axes, x, **style: images.append(x) or imshow(axes, x, **style))
+    plot_metrics(path, tmp_path / "curves.png")
+    by_title = {axes.get_title(loc="left"): series for axes, series in drawn.items()}
+    assert by_title["Share of the busiest expert"] == [([1, 2, 3], [0.75] * 3)]
+    assert images == [[[0.25, 0.75], [0.5, 0.5]]]
 
 
 @pytest.mark.full

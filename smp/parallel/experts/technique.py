@@ -19,11 +19,16 @@ from smp.axes import divisors, listed
 from smp.config import ParallelConfig
 from smp.models.experts import expert_modules
 from smp.models.meta_model import meta_model
+from smp.parallel.experts import balance
+from smp.parallel.experts.balance import after_update, extra_loss, metrics
 from smp.parallel.experts.compute import compute
+from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.experts.dispatch import inverse, send_back, send_to_experts, sort_by_expert
 from smp.parallel.technique import Setup
 
-Config = ParallelConfig
+__all__ = ["Config", "after_update", "apply", "extra_loss", "metrics", "problems"]
+
+Config = ExpertsConfig
 NAME = "smp"  # of the experts function in transformers' registry
 _GROUP = "_smp_expert_group"
 # Functions of transformers that gather a matrix for each token, or have no backward.
@@ -43,6 +48,7 @@ def experts_forward(
     group, top, index = getattr(module, _GROUP, None), index.shape[-1], torch.ops.smp.chosen_experts(index)
     experts = module.down_proj.shape[0]
     by_expert = sort_by_expert(index, experts)
+    balance.note_counts(module, by_expert.counts)
     rows = hidden[by_expert.order // top]
     if group is None:
         out = compute(module, rows, by_expert.counts.tolist())
@@ -54,15 +60,16 @@ def experts_forward(
 
 
 def problems(hf_config: Any, setup: Setup) -> list[str]:
-    """Return why experts cannot be split."""
-    degree, found = setup.mesh.degree("ep"), []
+    """Return why experts cannot be split, or balanced as asked for."""
+    model = meta_model(hf_config).model
+    degree, found = setup.mesh.degree("ep"), balance.problems(hf_config, model, setup)
     asked = getattr(hf_config, "_experts_implementation_internal", None)
     if asked in _REFUSED:
         found.append(f"experts_implementation {asked} is not for training: leave it out")
     if degree == 1:
         return found
     flag = f"--expert_parallel_degree {degree}"
-    if setup.mesh.tp.size > 1 and not setup.settings[Config].sequence_parallel:
+    if setup.mesh.tp.size > 1 and not setup.settings[ParallelConfig].sequence_parallel:
         found.append(
             f"{flag} with tensor parallelism needs --sequence_parallel 1, under which its ranks have different tokens: "
             f"set it, or leave {flag.split()[0]} out"
@@ -89,6 +96,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for module in modules:
         module.config._experts_implementation_internal = NAME
+    balance.follow(model, expert_modules(model), setup)
     if setup.mesh.degree("ep") == 1:
         return
     over = setup.mesh.view("ep")["ep"]

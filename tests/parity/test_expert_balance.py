@@ -1,0 +1,144 @@
+"""Losses, bias and counts of the balance of experts are the same at every layout, and those of their formulas."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers  # noqa: F401  imported before the ranks are forked
+from torch import nn
+
+from smp.parallel.experts.config import ExpertsConfig
+from smp.parallel.technique import metrics
+from tests import experts
+from tests.distributed import run_distributed
+from tests.model_checks import in_double
+from tests.reference import (
+    LENGTH,
+    ROWS,
+    Layout,
+    Trajectory,
+    global_batch,
+    mean_loss,
+    reference_trajectory,
+    relative,
+    train_parallel,
+)
+
+STEPS = 2
+VALID = [int((global_batch(step)[1][:, 1:] != -100).sum()) for step in range(STEPS)]
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+
+
+def loss_with(kind: str, extra: Any) -> Any:
+    """The plain model's loss, with that of all logits ``(layers, rows, length, experts)`` and their choices."""
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        seen: list[Any] = []
+        hooks = [each.register_forward_hook(lambda *a: seen.append(a[-1])) for each in routers(model)]
+        loss = mean_loss(model, step)
+        for hook in hooks:
+            hook.remove()
+        logits = torch.stack([logits.view(ROWS, LENGTH, -1) for logits, _, _ in seen])
+        chosen = torch.stack([F.one_hot(index.view(ROWS, LENGTH, -1), experts.EXPERTS).sum(-2) for *_, index in seen])
+        scores = logits.sigmoid() if kind == "deepseek_v3" else logits.softmax(-1)
+        return loss + extra(logits, scores / scores.sum(-1, keepdim=True), chosen.double()) / VALID[step]
+
+    return loss_of
+
+
+def sequence(_: Any, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """DeepSeek-V3's: the share of choices times experts, times the mean score, of each sequence; times its tokens."""
+    f = chosen.mean(2) * experts.EXPERTS / chosen[0, 0, 0].sum()
+    return 0.5 * LENGTH * (f * scores.mean(2)).sum()
+
+
+def z_loss(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return 0.5 * logits.logsumexp(-1).square().sum()
+
+
+def aux_loss(_: Any, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Hugging Face's, of all layers' tokens, times the tokens of the batch."""
+    f, p = (each.flatten(0, 2).mean(0) for each in (chosen, scores))
+    return 0.5 * ROWS * LENGTH * experts.EXPERTS * (f * p).sum()
+
+
+CASES = {
+    "sequence": (ExpertsConfig(moe_load_balancing="sequence", moe_aux_loss_coeff=0.5), sequence),
+    "aux_loss": (ExpertsConfig(moe_load_balancing="aux_loss", moe_aux_loss_coeff=0.5), aux_loss),
+    "z": (ExpertsConfig(moe_z_loss_coeff=0.5), z_loss),
+}
+MANY = [Layout("full_shard", ep=2, checkpointing=True), Layout("full_shard", accumulation=2, ep=2, mode="selective")]
+SPLIT = Layout("full_shard", cp=2, ep=2)
+LAYOUTS = {"sequence": [*MANY, SPLIT], "aux_loss": [MANY[0], SPLIT], "z": MANY}
+
+
+def train(model: nn.Module, layout: Layout, config: ExpertsConfig, expected: Trajectory) -> None:
+    """Compare norms and gradients with the reference's."""
+    for step, (_, norm, gradients) in enumerate(train_parallel(model, layout, STEPS, more=(config,))):
+        assert abs(norm - expected.norms[step]) <= 1e-9 * expected.norms[step], (layout, step, norm, expected.norms)
+        for name, gradient in gradients.items() if step == 0 else ():
+            wrong = relative(gradient - expected.gradients[name], expected.gradients[name])
+            assert wrong <= 1e-9, (layout, name, wrong)
+
+
+def check(kind: str, names: list[str], layouts: dict[str, list[Layout]]) -> None:
+    model = experts.build(kind)
+    with in_double():
+        for name in names:
+            config, extra = CASES[name]
+            expected = reference_trajectory(model, STEPS, loss_with(kind, extra))
+            for layout in layouts[name]:
+                train(model, layout, config, expected)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_losses_are_those_of_the_formulas_at_two_ranks(kind):
+    cp = kind == "mixtral"  # latent attention is not split by sequences
+    layouts = {name: [each for each in LAYOUTS[name] if cp or each.cp == 1] for name in CASES}
+    run_distributed(check, kind, list(CASES), layouts, world_size=2)
+
+
+def after_each_step(kind: str, layout: Layout, config: ExpertsConfig) -> list[Any]:
+    """Counts ``(layers, experts)`` and biases after each step."""
+    seen: list[nn.Module] = []
+    found = []
+    for _ in train_parallel(experts.build(kind), layout, STEPS, seen=seen, more=(config,)):
+        biases = [buffer.tolist() for name, buffer in seen[0].named_buffers() if name.endswith("correction_bias")]
+        found.append((metrics(seen[0])["experts/tokens"].tolist(), biases))
+    return found
+
+
+def same_as(expected: list[Any], layouts: list[Layout], config: ExpertsConfig) -> None:
+    with in_double():
+        for layout in layouts:
+            assert after_each_step("glm4_moe", layout, config) == expected, layout
+
+
+def write_alone(path: pathlib.Path, config: ExpertsConfig) -> None:
+    with in_double():
+        path.write_text(json.dumps(after_each_step("glm4_moe", Layout("full_shard"), config)))
+
+
+def test_biases_have_the_same_bits_at_every_layout(tmp_path):
+    config = ExpertsConfig(moe_load_balancing="bias", moe_bias_update_rate=0.01)
+    run_distributed(write_alone, tmp_path / "alone", config, world_size=1)
+    expected = [tuple(each) for each in json.loads((tmp_path / "alone").read_text())]
+    run_distributed(same_as, expected, [*MANY, SPLIT], config, world_size=2)
+    with in_double():
+        model = experts.build("glm4_moe")
+    before = [each.tolist() for name, each in model.named_buffers() if "correction_bias" in name]
+    counts, biases = expected[0]
+    for old, new, tokens in zip(before, biases, counts, strict=True):
+        mean = sum(tokens) / len(tokens)
+        assert mean * len(tokens) == ROWS * LENGTH * 2
+        changes = [0.01 * ((mean > count) - (mean < count)) for count in tokens]
+        assert new == pytest.approx([each + change for each, change in zip(old, changes, strict=True)], abs=1e-15)
+        assert 0.01 in changes and -0.01 in changes
