@@ -86,6 +86,11 @@ def test_shape(flag):
     differs(lambda given: reading(hf(given, model=base)), [f"--{flag}", *words], expected)
 
 
+@check("model_type")
+def test_model_type():
+    assert [hf([], model=base).model_type for base in (LLAMA, MIXTRAL, MISTRAL)] == ["llama", "mixtral", "mistral"]
+
+
 @check("moe")
 def test_moe():
     hf(["--moe", 1], model=MIXTRAL)
