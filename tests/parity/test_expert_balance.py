@@ -106,39 +106,56 @@ def test_losses_are_those_of_the_formulas_at_two_ranks(kind):
     run_distributed(check, kind, list(CASES), layouts, world_size=2)
 
 
-def after_each_step(kind: str, layout: Layout, config: ExpertsConfig) -> list[Any]:
-    """Counts ``(layers, experts)`` and biases after each step."""
+def after_each_step(kind: str, layout: Layout, config: ExpertsConfig) -> tuple[list[Any], list[float]]:
+    """Counts ``(layers, experts)`` and biases after each step; and the norms of gradients."""
     seen: list[nn.Module] = []
-    found = []
-    for _ in train_parallel(experts.build(kind), layout, STEPS, seen=seen, more=(config,)):
+    found, norms = [], []
+    for _, norm, _ in train_parallel(experts.build(kind), layout, STEPS, seen=seen, more=(config,)):
         biases = [buffer.tolist() for name, buffer in seen[0].named_buffers() if name.endswith("correction_bias")]
-        found.append((metrics(seen[0])["experts/tokens"].tolist(), biases))
-    return found
+        found.append([metrics(seen[0])["experts/tokens"].tolist(), biases])
+        norms.append(norm)
+    return found, norms
 
 
-def same_as(expected: list[Any], layouts: list[Layout], config: ExpertsConfig) -> None:
+def same_as(kind: str, path: pathlib.Path, layouts: list[Layout], config: ExpertsConfig) -> None:
+    expected, expected_norms = json.loads(path.read_text())
     with in_double():
         for layout in layouts:
-            assert after_each_step("glm4_moe", layout, config) == expected, layout
+            found, norms = after_each_step(kind, layout, config)
+            assert found == expected, layout
+            assert norms == pytest.approx(expected_norms, rel=1e-9), layout
 
 
-def write_alone(path: pathlib.Path, config: ExpertsConfig) -> None:
+def write_alone(kind: str, path: pathlib.Path, config: ExpertsConfig) -> None:
     with in_double():
-        path.write_text(json.dumps(after_each_step("glm4_moe", Layout("full_shard"), config)))
+        path.write_text(json.dumps(after_each_step(kind, Layout("full_shard"), config)))
+
+
+def same_everywhere(kind: str, folder: pathlib.Path, layouts: list[Layout], config: ExpertsConfig) -> list[Any]:
+    """Compare two ranks with one; returns the counts and biases after each step."""
+    run_distributed(write_alone, kind, folder / "alone", config, world_size=1)
+    run_distributed(same_as, kind, folder / "alone", layouts, config, world_size=2)
+    return json.loads((folder / "alone").read_text())[0]
 
 
 def test_biases_have_the_same_bits_at_every_layout(tmp_path):
     config = ExpertsConfig(moe_load_balancing="bias", moe_bias_update_rate=0.01)
-    run_distributed(write_alone, tmp_path / "alone", config, world_size=1)
-    expected = [tuple(each) for each in json.loads((tmp_path / "alone").read_text())]
-    run_distributed(same_as, expected, [*MANY, SPLIT], config, world_size=2)
+    counts, biases = same_everywhere("glm4_moe", tmp_path, [*MANY, SPLIT], config)[0]
     with in_double():
         model = experts.build("glm4_moe")
     before = [each.tolist() for name, each in model.named_buffers() if "correction_bias" in name]
-    counts, biases = expected[0]
     for old, new, tokens in zip(before, biases, counts, strict=True):
         mean = sum(tokens) / len(tokens)
         assert mean * len(tokens) == ROWS * LENGTH * 2
         changes = [0.01 * ((mean > count) - (mean < count)) for count in tokens]
         assert new == pytest.approx([each + change for each, change in zip(old, changes, strict=True)], abs=1e-15)
         assert 0.01 in changes and -0.01 in changes
+
+
+@pytest.mark.parametrize(("kind", "method"), [("mixtral", "sinkhorn"), ("deepseek_v3", "balanced")])
+def test_another_selection_is_the_same_at_every_layout(kind, method, tmp_path):
+    counts = [each for each, _ in same_everywhere(kind, tmp_path, MANY, ExpertsConfig(moe_load_balancing=method))]
+    even, spread = ROWS * LENGTH * 2 / experts.EXPERTS, 0.25 if method == "sinkhorn" else 0.0
+    for tokens in torch.tensor(counts).flatten():
+        # Sequences of 12 tokens begin with the same experts.
+        assert abs(tokens - even) <= (spread + 1 / 3) * even

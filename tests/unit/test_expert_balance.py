@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from smp.errors import ConfigError
+from smp.models.experts import expert_modules
+from smp.parallel.experts.balance import router_of
+from smp.parallel.experts.selection import CHOOSE, by_position, replace, sinkhorn
 from smp.train.checked_job import _needs_of_settings
 from tests import experts
 from tests.flags import SYNTHETIC, parse, plan_of
 from tests.job import LLAMA, run_job
 
+SPLIT = ["--context_parallel_degree", 2, "--dry_run", 1, "--dry_run_world_size", 2]
 ACCUMULATED = ["--gradient_accumulation_steps", 2]
 CASES = {
     "aux_loss over micro-batches": (
@@ -22,6 +26,9 @@ CASES = {
     "a bias that the export would lose": ("mixtral", ["--moe_load_balancing", "bias"], "lose it: use.*sequence"),
     "no experts": (None, ["--moe_load_balancing", "sequence"], "'llama' has no experts.*leave it out"),
     "an unknown balance": ("mixtral", ["--moe_load_balancing", "even"], "takes auto, none, .*, got 'even'"),
+    "a sequence that is split": (
+        "mixtral", ["--moe_load_balancing", "sinkhorn", *SPLIT], "--context_parallel_degree 2 splits: use.*sequence"
+    ),
     "a factor without a loss": ("mixtral", ["--moe_aux_loss_coeff", 0.1], "only with --moe_load_balancing sequence or"),
     "a rate without a bias": ("mixtral", ["--moe_bias_update_rate", 0.1], "only with --moe_load_balancing bias: add"),
 }  # fmt: skip
@@ -56,3 +63,31 @@ def test_a_job_logs_the_tokens_of_each_expert(tmp_path):
         assert {sum(layer) for layer in tokens} == {2 * 16 * 2}  # samples, tokens and experts of each
         assert line["experts/busiest_share"] == pytest.approx(max(map(max, tokens)) / 64)
         assert 0 < line["experts/entropy"] <= 1
+
+
+def test_sinkhorn_normalises_each_sequence_by_itself():
+    logits = torch.randn(3, 16, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = sinkhorn(torch.stack([logits[0], 5 * logits[1], logits[2] / 9]))
+    torch.testing.assert_close(found[1:2], sinkhorn(5 * logits[1:2]), rtol=0, atol=0)
+    assert found.sum(1) == pytest.approx(torch.full((3, 4), 0.25), abs=1e-3)
+
+
+def test_a_token_has_the_experts_of_its_position():
+    assert by_position(torch.zeros(2, 3, 4), 2).tolist() == [[[0, 1], [1, 2], [2, 3]]] * 2
+
+
+@pytest.mark.parametrize("kind", experts.KINDS)
+@pytest.mark.parametrize("method", CHOOSE)
+def test_every_router_weighs_what_is_chosen_for_it(kind, method):
+    model = experts.build(kind, torch.float32).train()
+    path, module = expert_modules(model)[0]
+    router = router_of(model.get_submodule(path.rpartition(".")[0]), module)
+    hidden = torch.randn(12, 32)
+    own_logits, own_weights, own = router(hidden)
+    replace(router, lambda logits, top: own.view(2, 6, -1), experts.EXPERTS, lambda: 2)
+    logits, weights, index = router(hidden)
+    assert torch.equal(logits, own_logits) and torch.equal(weights, own_weights) and torch.equal(index, own)
+    del router.forward
+    replace(router, CHOOSE[method], experts.EXPERTS, lambda: 2)
+    assert not torch.equal(router(hidden)[2], own)
+    assert torch.equal(router.eval()(hidden)[2], own)

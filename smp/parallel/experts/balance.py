@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from smp.axes import AXES
 from smp.mesh import Mesh, Role
 from smp.models.experts import expert_modules
 from smp.parallel.experts.config import ExpertsConfig
+from smp.parallel.experts.selection import CHOOSE, replace
 from smp.parallel.technique import Setup
 
 _BALANCE, _LAYER = "_smp_balance", "_smp_layer"
@@ -75,10 +77,13 @@ class Layer:
         self.noted: Noted | None = None
         self._batch = 1
         setattr(experts, _LAYER, self)
+        if config.method in CHOOSE:
+            replace(self.router, CHOOSE[config.method], self.experts, lambda: self._batch)
+        if config.adds_loss or config.method in CHOOSE:
+            block.register_forward_pre_hook(self._note_batch, with_kwargs=True)
         if config.adds_loss:
             # DeepSeek-V3's affinities are normalised sigmoids.
             self._is_sigmoid = "sigmoid" in type(self.router).forward.__code__.co_names
-            block.register_forward_pre_hook(self._note_batch, with_kwargs=True)
             self.router.register_forward_hook(self._note)
 
     def _note_batch(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -236,9 +241,9 @@ def metrics(model: nn.Module, setup: Setup) -> dict[str, torch.Tensor]:
 def problems(hf_config: Any, model: nn.Module, setup: Setup) -> list[str]:
     """Return why a balance does not fit a model, which is on the meta device."""
     config, modules = setup.settings[ExpertsConfig], expert_modules(model)
-    flag = config.adds_loss or f"--moe_load_balancing {config.method}"
     if config.method == "none" and not config.adds_loss:
         return []
+    flag = config.adds_loss if config.method == "none" else f"--moe_load_balancing {config.method}"
     if not modules:
         return [f"{flag}: a model of type {hf_config.model_type!r} has no experts that are known here: leave it out"]
     routers = [router_of(model.get_submodule(path.rpartition(".")[0]), module) for path, module in modules]
@@ -249,4 +254,7 @@ def problems(hf_config: Any, model: nn.Module, setup: Setup) -> list[str]:
             f"{flag}: models of type {hf_config.model_type!r} have no {_BIAS}, so that the export would lose it: use "
             f"--moe_load_balancing sequence"
         ]
+    degree = next((f"--{a.flag} {n}" for a in AXES if not a.over and (n := setup.mesh.degree(a.name)) > 1), None)
+    if config.method in CHOOSE and degree:
+        return [f"{flag} looks at a whole sequence, which {degree} splits: use --moe_load_balancing sequence"]
     return []
