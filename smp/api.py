@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.compat.init_settings import in_names_of_init, read_config, read_settings, read_smp_keys
-from smp.compat.moe import MoEConfig, read_moe_config, tell_of_sharding
+from smp.compat.moe import MoEConfig, read_moe_config, script_balance, tell_of_sharding
 from smp.compat.state import State
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.delayed_init import build_on_meta, first_ranks_seed
@@ -27,7 +27,7 @@ from smp.faults.agreement import require_same_weights
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.added import LOADED, leave_out_frozen, remember_files
 from smp.models.registry import build_model, family_of
-from smp.parallel import context
+from smp.parallel import context, experts
 from smp.parallel.activation_checkpoint import checkpointed_blocks, leave_out_cache
 from smp.parallel.context.batch import shard_batch
 from smp.parallel.context.functions import CP_COMM_TYPES
@@ -270,17 +270,15 @@ def parallelize(
         activation = ActivationConfig(activation_checkpointing=activation_checkpointing)
     if not is_split(model):
         require_same_weights(model, "smp.parallelize")
+    balance = script_balance(current.moe)
     with following_optimizers(model):
+        if not is_split(model):  # tensor parallelism takes experts as they are
+            experts.check_and_apply(model, Setup(family, current.mesh, Settings((current.parallel, balance))))
         _split(model, current)
         _parallelize(
-            model,
-            family,
-            mesh=current.mesh,
-            parallel=current.parallel,
-            activation=activation,
-            dtype=dtype,
-            loss=loss,
-        )
+            model, family, mesh=current.mesh, parallel=current.parallel, activation=activation, dtype=dtype, loss=loss,
+            balance=balance,
+        )  # fmt: skip
         if gradient_reduction == "mean":
             average_gradients(model, current.mesh)
         if on_meta:

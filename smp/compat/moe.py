@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import nn
@@ -11,6 +12,7 @@ from smp.errors import UserError, a_type
 from smp.log import get_logger
 from smp.mesh import Mesh
 from smp.models.experts import expert_modules, is_experts
+from smp.parallel.experts.config import ExpertsConfig
 
 _BALANCES = ("sinkhorn", "balanced", "aux_loss", "none")
 _logger = get_logger(__name__)
@@ -90,6 +92,22 @@ def read_moe_config(model: nn.Module, config: object) -> dict[str, Any]:
     if config.random_seed != MoEConfig.random_seed:
         _logger.info("MoEConfig: random_seed has no effect: initial values are drawn by the random_seed of smp.init")
     return settings
+
+
+def script_balance(settings: Mapping[str, Any]) -> ExpertsConfig:
+    """Return how the experts of a script's model are balanced, given the settings of its ``MoEConfig``.
+
+    What is added to a loss is left out, with a warning: the script has its own.
+    """
+    method = settings.get("moe_load_balancing", "none")
+    lost = ["moe_load_balancing aux_loss"] if method == "aux_loss" else []
+    lost += ["moe_z_loss_coeff"] if settings.get("moe_z_loss_coeff") else []
+    if lost:
+        _logger.warning(
+            "MoEConfig: %s has no effect in a script, whose loss is its own: the training job adds it (train_lib.py "
+            "--moe_load_balancing, --moe_z_loss_coeff)", " and ".join(lost)
+        )  # fmt: skip
+    return ExpertsConfig(moe_load_balancing=method if method in ("sinkhorn", "balanced") else "none")
 
 
 def sharding_advice(mesh: Mesh) -> str | None:

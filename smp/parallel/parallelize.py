@@ -184,6 +184,7 @@ def parallelize(
     activation: ActivationConfig,
     dtype: torch.dtype | None,
     loss: LossConfig | None = None,
+    balance: experts.ExpertsConfig | None = None,
 ) -> nn.Module:
     """Apply the techniques to a Hugging Face model, in place.
 
@@ -191,11 +192,12 @@ def parallelize(
         model: of ``family``'s architecture, real or on the meta device.
         dtype: dtype to compute in; None keeps that of the parameters.
         loss: make the loss in chunks; None leaves the head as it is.
+        balance: of a mixture's experts; None: the model's router alone.
 
     Raises:
         ConfigError: a technique does not fit the model and the mesh.
     """
-    sections = (parallel, activation, loss or LossConfig(loss_chunk_tokens=0))
+    sections = (parallel, activation, loss or LossConfig(loss_chunk_tokens=0), balance or experts.ExpertsConfig())
     return apply_techniques(model, Setup(family, mesh, Settings(sections), dtype))
 
 

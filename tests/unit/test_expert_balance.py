@@ -8,16 +8,20 @@ import re
 import pytest
 import torch
 
+from smp.config import ParallelConfig, Settings
 from smp.errors import ConfigError
+from smp.mesh import lay_out
 from smp.models.experts import expert_modules
+from smp.models.registry import family_of
+from smp.parallel.experts import ExpertsConfig, problems
 from smp.parallel.experts.balance import router_of
 from smp.parallel.experts.selection import CHOOSE, by_position, replace, sinkhorn
+from smp.parallel.technique import Setup
 from smp.train.checked_job import _needs_of_settings
 from tests import experts
 from tests.flags import SYNTHETIC, parse, plan_of
 from tests.job import LLAMA, run_job
 
-SPLIT = ["--context_parallel_degree", 2, "--dry_run", 1, "--dry_run_world_size", 2]
 ACCUMULATED = ["--gradient_accumulation_steps", 2]
 CASES = {
     "aux_loss over micro-batches": (
@@ -26,9 +30,6 @@ CASES = {
     "a bias that the export would lose": ("mixtral", ["--moe_load_balancing", "bias"], "lose it: use.*sequence"),
     "no experts": (None, ["--moe_load_balancing", "sequence"], "'llama' has no experts.*leave it out"),
     "an unknown balance": ("mixtral", ["--moe_load_balancing", "even"], "takes auto, none, .*, got 'even'"),
-    "a sequence that is split": (
-        "mixtral", ["--moe_load_balancing", "sinkhorn", *SPLIT], "--context_parallel_degree 2 splits: use.*sequence"
-    ),
     "a factor without a loss": ("mixtral", ["--moe_aux_loss_coeff", 0.1], "only with --moe_load_balancing sequence or"),
     "a rate without a bias": ("mixtral", ["--moe_bias_update_rate", 0.1], "only with --moe_load_balancing bias: add"),
 }  # fmt: skip
@@ -42,6 +43,14 @@ def test_refused_by_one_sentence(case, tmp_path):
     with pytest.raises(ConfigError, match=sentence) as refused:
         plan_of(words, tmp_path, model=LLAMA if kind is None else ["--model", tmp_path / "model"])
     assert len(refused.value.problems) == 1
+
+
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_a_selection_that_looks_at_a_sequence_is_refused_where_it_is_split(axis):
+    config = experts.config_of("mixtral")
+    sections = Settings((ParallelConfig(), ExpertsConfig(moe_load_balancing="sinkhorn")))
+    (found,) = problems(config, Setup(family_of(config), lay_out(1, 4 // 2, **{axis: 2}), sections))
+    assert re.search(r"sinkhorn looks at a whole sequence, which --\w+_degree 2 splits: use .* sequence", found)
 
 
 def test_pairs_have_no_loss_of_tokens():

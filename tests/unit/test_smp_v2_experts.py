@@ -11,7 +11,7 @@ import torch
 
 import smp
 from smp import api
-from smp.compat.moe import MoELayer, moe_settings, read_moe_config, sharding_advice
+from smp.compat.moe import MoELayer, moe_settings, read_moe_config, script_balance, sharding_advice
 from smp.compat.state import State
 from smp.errors import UserError
 from smp.fsdp import meshes
@@ -96,3 +96,10 @@ def test_fsdp_says_that_it_sends_no_tokens(mixtral, monkeypatch, caplog):
     assert not caplog.text
     meshes.warn_of_experts(mixtral)
     assert "expert_parallel_degree 2 sends no tokens: smp.parallelize does" in caplog.text
+
+
+def test_what_a_script_cannot_have_of_a_balance_is_told(caplog):
+    with caplog.at_level("WARNING", logger="smp"):
+        kept = script_balance(moe_settings(smp.MoEConfig()))
+    assert kept.method == "sinkhorn" and "moe_z_loss_coeff has no effect in a script" in caplog.text
+    assert script_balance({}).method == "none"

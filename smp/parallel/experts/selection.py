@@ -34,7 +34,7 @@ def sinkhorn(logits: torch.Tensor) -> torch.Tensor:
         change = (new - columns).abs().mean(2, keepdim=True)
         columns = torch.where(done, columns, new)  # how often is decided by the sequence alone
         done = done | ~(change > _TOLERANCE)
-    return columns * cost
+    return rows * columns * cost
 
 
 def by_sinkhorn(logits: torch.Tensor, top: int) -> torch.Tensor:

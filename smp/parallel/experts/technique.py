@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smp.axes import divisors, listed
 from smp.config import ParallelConfig
+from smp.errors import ConfigError, UserError
 from smp.models.experts import expert_modules
 from smp.models.meta_model import meta_model
 from smp.parallel.experts import balance
@@ -30,7 +31,7 @@ __all__ = ["Config", "after_update", "apply", "extra_loss", "metrics", "problems
 
 Config = ExpertsConfig
 NAME = "smp"  # of the experts function in transformers' registry
-_GROUP = "_smp_expert_group"
+_GROUP, _APPLIED = "_smp_expert_group", "_smp_experts_applied"
 # Functions of transformers that gather a matrix for each token, or have no backward.
 _REFUSED = ("batched_mm", "deepgemm", "deepgemm_megamoe")
 
@@ -89,8 +90,9 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the experts compute by smp's function, and give each rank of the axis its own."""
     modules: list[Any] = [module for _, module in expert_modules(model)]
-    if not modules:
+    if not modules or hasattr(model, _APPLIED):
         return
+    setattr(model, _APPLIED, True)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -103,5 +105,21 @@ def apply(model: nn.Module, setup: Setup) -> None:
     for module in modules:
         setattr(module, _GROUP, setup.mesh.roles["ep"].group)
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                raise UserError(
+                    "expert_parallel_degree splits experts before tensor parallelism splits the rest: call "
+                    "smp.parallelize without smp.transform before it"
+                )
             split = distribute_tensor(parameter.detach(), over, [Shard(0)], src_data_rank=None)
             setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+
+
+def check_and_apply(model: nn.Module, setup: Setup) -> None:
+    """Apply it to a script's model.
+
+    Raises:
+        ConfigError: it does not fit the model and the mesh.
+    """
+    if found := problems(model.config, setup):
+        raise ConfigError(found)
+    apply(model, setup)
