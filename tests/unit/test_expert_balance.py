@@ -8,16 +8,21 @@ import re
 import pytest
 import torch
 
+from smp.config import Settings
 from smp.errors import ConfigError
+from smp.mesh import lay_out
 from smp.models.experts import expert_modules
+from smp.models.registry import family_of
 from smp.parallel.experts.balance import router_of
+from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.experts.selection import CHOOSE, by_position, replace, sinkhorn
+from smp.parallel.parallelize import find_problems
+from smp.parallel.technique import Setup
 from smp.train.checked_job import _needs_of_settings
 from tests import experts
 from tests.flags import SYNTHETIC, parse, plan_of
 from tests.job import LLAMA, run_job
 
-SPLIT = ["--context_parallel_degree", 2, "--dry_run", 1, "--dry_run_world_size", 2]
 ACCUMULATED = ["--gradient_accumulation_steps", 2]
 CASES = {
     "aux_loss over micro-batches": (
@@ -26,9 +31,6 @@ CASES = {
     "a bias that the export would lose": ("mixtral", ["--moe_load_balancing", "bias"], "lose it: use.*sequence"),
     "no experts": (None, ["--moe_load_balancing", "sequence"], "'llama' has no experts.*leave it out"),
     "an unknown balance": ("mixtral", ["--moe_load_balancing", "even"], "takes auto, none, .*, got 'even'"),
-    "a sequence that is split": (
-        "mixtral", ["--moe_load_balancing", "sinkhorn", *SPLIT], "--context_parallel_degree 2 splits: use.*sequence"
-    ),
     "a factor without a loss": ("mixtral", ["--moe_aux_loss_coeff", 0.1], "only with --moe_load_balancing sequence or"),
     "a rate without a bias": ("mixtral", ["--moe_bias_update_rate", 0.1], "only with --moe_load_balancing bias: add"),
 }  # fmt: skip
@@ -44,6 +46,12 @@ def test_refused_by_one_sentence(case, tmp_path):
     assert len(refused.value.problems) == 1
 
 
+def test_selections_over_a_sequence_refuse_to_split_it():
+    config, settings = experts.config_of("mixtral"), Settings((ExpertsConfig(moe_load_balancing="sinkhorn"),))
+    (sentence,) = find_problems(config, Setup(family_of(config), lay_out(1, 2, cp=2), settings))
+    assert re.search("sinkhorn.*--context_parallel_degree 2 splits: use --moe_load_balancing sequence", sentence)
+
+
 def test_pairs_have_no_loss_of_tokens():
     words = ["--dpo", 1, "--moe_z_loss_coeff", 0.1]
     found = _needs_of_settings(parse([*LLAMA, *SYNTHETIC, *words]), torch.device("cpu"))
@@ -53,7 +61,8 @@ def test_pairs_have_no_loss_of_tokens():
 def test_a_job_logs_the_tokens_of_each_expert(tmp_path):
     experts.config_of("mixtral").save_pretrained(tmp_path / "model")
     words = ["--model", tmp_path / "model", *SYNTHETIC, "--max_steps", 2, "--max_context_width", 16]
-    run_job(*words, "--logging_freq", 1, "--output_dir", tmp_path / "run", "--moe_load_balancing", "sequence").succeeded()
+    words += ["--logging_freq", 1, "--moe_load_balancing", "sequence", "--output_dir", tmp_path / "run"]
+    run_job(*words).succeeded()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         tokens = line["experts/tokens"]
