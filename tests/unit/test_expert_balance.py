@@ -8,14 +8,15 @@ import re
 import pytest
 import torch
 
-from smp.config import ParallelConfig, Settings
+from smp.config import Settings
 from smp.errors import ConfigError
 from smp.mesh import lay_out
 from smp.models.experts import expert_modules
 from smp.models.registry import family_of
-from smp.parallel.experts import ExpertsConfig, problems
 from smp.parallel.experts.balance import router_of
+from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.experts.selection import CHOOSE, by_position, replace, sinkhorn
+from smp.parallel.parallelize import find_problems
 from smp.parallel.technique import Setup
 from smp.train.checked_job import _needs_of_settings
 from tests import experts
@@ -45,12 +46,10 @@ def test_refused_by_one_sentence(case, tmp_path):
     assert len(refused.value.problems) == 1
 
 
-@pytest.mark.parametrize("axis", ["cp", "tp"])
-def test_a_selection_that_looks_at_a_sequence_is_refused_where_it_is_split(axis):
-    config = experts.config_of("mixtral")
-    sections = Settings((ParallelConfig(), ExpertsConfig(moe_load_balancing="sinkhorn")))
-    (found,) = problems(config, Setup(family_of(config), lay_out(1, 4 // 2, **{axis: 2}), sections))
-    assert re.search(r"sinkhorn looks at a whole sequence, which --\w+_degree 2 splits: use .* sequence", found)
+def test_selections_over_a_sequence_refuse_to_split_it():
+    config, settings = experts.config_of("mixtral"), Settings((ExpertsConfig(moe_load_balancing="sinkhorn"),))
+    (sentence,) = find_problems(config, Setup(family_of(config), lay_out(1, 2, cp=2), settings))
+    assert re.search("sinkhorn.*--context_parallel_degree 2 splits: use --moe_load_balancing sequence", sentence)
 
 
 def test_pairs_have_no_loss_of_tokens():
@@ -62,9 +61,8 @@ def test_pairs_have_no_loss_of_tokens():
 def test_a_job_logs_the_tokens_of_each_expert(tmp_path):
     experts.config_of("mixtral").save_pretrained(tmp_path / "model")
     words = ["--model", tmp_path / "model", *SYNTHETIC, "--max_steps", 2, "--max_context_width", 16]
-    run_job(
-        *words, "--logging_freq", 1, "--output_dir", tmp_path / "run", "--moe_load_balancing", "sequence"
-    ).succeeded()
+    words += ["--logging_freq", 1, "--moe_load_balancing", "sequence", "--output_dir", tmp_path / "run"]
+    run_job(*words).succeeded()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         tokens = line["experts/tokens"]

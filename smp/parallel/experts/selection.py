@@ -28,13 +28,17 @@ def sinkhorn(logits: torch.Tensor) -> torch.Tensor:
     _, tokens, experts = cost.shape
     columns = torch.ones_like(cost[:, :1])
     done = torch.zeros_like(cost[:, :1, :1], dtype=torch.bool)
+
+    def inverse_sums(scaled: torch.Tensor, along: int) -> torch.Tensor:
+        return 1 / (scaled.sum(along, keepdim=True) + _EPSILON)
+
     while not bool(done.all()):
-        rows = 1 / (tokens * ((columns * cost).sum(2, keepdim=True) + _EPSILON))
-        new = 1 / (experts * ((rows * cost).sum(1, keepdim=True) + _EPSILON))
+        rows = inverse_sums(columns * cost, 2) / tokens
+        new = inverse_sums(rows * cost, 1) / experts
         change = (new - columns).abs().mean(2, keepdim=True)
         columns = torch.where(done, columns, new)  # how often is decided by the sequence alone
         done = done | ~(change > _TOLERANCE)
-    return rows * columns * cost
+    return inverse_sums(columns * cost, 2) / tokens * columns * cost
 
 
 def by_sinkhorn(logits: torch.Tensor, top: int) -> torch.Tensor:
