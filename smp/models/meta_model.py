@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from smp.models.attention_support import default_attention
 from smp.models.family import Family
@@ -74,7 +75,7 @@ def meta_model(hf_config: Any, attn_implementation: str | None = None, *, seed: 
     if found is None or (seed is not None and found.recorded.seed not in (None, seed)):
         build = functools.partial(build_model, hf_config, attn_implementation=attn_implementation)
         # Whatever device the caller's context has: on its meta device, values that rules copy would be lost for all.
-        with torch.device("cpu"):
+        with torch.device("cpu"), unset_fake_temporarily():
             recorded = record_rules(build, seed=seed or 0)
         for module in recorded.model.modules():  # whose values are known by now
             for name, buffer in module._buffers.items():

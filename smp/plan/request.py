@@ -282,7 +282,7 @@ def notes(request: Request, found: Found) -> Iterator[str]:
             yield "Activations in --offload_dir are timed as if they went to the host's memory; a disk is slower."
     if not found.plans:
         yield more_devices(request, alone=found.legal == 1)
-    yield "Not supported, so not tried: expert and pipeline parallelism."
+    yield "Not supported, so not tried: pipeline parallelism. Experts are planned with balanced tokens."
 
 
 def more_devices(request: Request, *, alone: bool) -> str:

@@ -21,10 +21,10 @@ def _multiply(module: Any, name: str, rows: torch.Tensor, counts: list[int]) -> 
         parts = zip(rows.split(counts), weight, strict=True)
         found = torch.cat([part @ each if module.is_transposed else F.linear(part, each) for part, each in parts])
     else:
-        ends = torch.tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
+        ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(rows.device)
         found = F.grouped_mm(rows, weight if module.is_transposed else weight.transpose(-2, -1), offs=ends)
     if module.has_bias:
-        of_row = torch.tensor(counts, device=rows.device)
+        of_row = torch.tensor(counts).to(rows.device)
         bias = local_tensor(getattr(module, f"{name}_bias"))
         found = found + bias.repeat_interleave(of_row, 0, output_size=len(rows))
     return found

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from smp.parallel.tensor.group import library
 
@@ -84,7 +85,20 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> Sorted:
         experts: number of experts.
     """
     flat = index.reshape(-1)
-    return Sorted(torch.argsort(flat, stable=True), torch.bincount(flat, minlength=experts))
+    counts = torch.zeros(experts, dtype=torch.int64, device=index.device).scatter_add_(0, flat, torch.ones_like(flat))
+    return Sorted(torch.argsort(flat, stable=True), counts)
+
+
+def evenly(total: int, parts: int) -> list[int]:
+    """Return a total in parts that differ by one at most: counts of tensors without values, while a step is planned."""
+    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
+
+
+def read_counts(by_expert: Sorted) -> list[int]:
+    """Read the rows of each expert on the host."""
+    if isinstance(by_expert.counts, FakeTensor):
+        return evenly(len(by_expert.order), len(by_expert.counts))
+    return by_expert.counts.tolist()
 
 
 class Exchanged(NamedTuple):
@@ -118,8 +132,12 @@ def send_to_experts(
     size, name = group.size(), group.group_name
     theirs = torch.ops.smp.exchange_counts(counts, name, size).view(size, -1)
     local = theirs.shape[1]
-    numbers = torch.cat([counts.view(size, local).sum(1), theirs.reshape(-1)]).tolist()
-    send, received = numbers[:size], [numbers[size + local * rank :][:local] for rank in range(size)]
+    if isinstance(counts, FakeTensor):
+        send = evenly(len(rows), size)
+        received = [evenly(number, local) for number in send]
+    else:
+        numbers = torch.cat([counts.view(size, local).sum(1), theirs.reshape(-1)]).tolist()
+        send, received = numbers[:size], [numbers[size + local * rank :][:local] for rank in range(size)]
     receive = [sum(each) for each in received]
     found = torch.ops.smp.exchange_rows(rows, send, receive, name)
     experts = torch.arange(local, device=rows.device).repeat(size)

@@ -24,7 +24,7 @@ from smp.parallel.experts import balance
 from smp.parallel.experts.balance import after_update, extra_loss, metrics
 from smp.parallel.experts.compute import compute
 from smp.parallel.experts.config import ExpertsConfig
-from smp.parallel.experts.dispatch import inverse, send_back, send_to_experts, sort_by_expert
+from smp.parallel.experts.dispatch import inverse, read_counts, send_back, send_to_experts, sort_by_expert
 from smp.parallel.technique import Setup
 
 __all__ = ["Config", "after_update", "apply", "extra_loss", "metrics", "problems"]
@@ -52,7 +52,7 @@ def experts_forward(
     balance.note_counts(module, by_expert.counts)
     rows = hidden[by_expert.order // top]
     if group is None:
-        out = compute(module, rows, by_expert.counts.tolist())
+        out = compute(module, rows, read_counts(by_expert))
     else:
         rows, how = send_to_experts(rows, by_expert.counts, group)
         out = send_back(compute(module, rows, how.counts), how)
