@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,9 @@ from smp.config import AUTO, ActivationConfig, ParallelConfig
 from smp.memory.advice import OFFLOADING, RECOMPUTATION
 from smp.memory.shape import Workload, workload
 from smp.mesh import Mesh, lay_out, resolve_mesh, sharding_choices
+from smp.models.experts import expert_layers
 from smp.models.family import tensor_parallel_problems
+from smp.models.meta_model import meta_model
 from smp.models.model_config import ModelConfig, ResolvedModel
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import find_problems
@@ -75,6 +78,8 @@ def layouts(
         tries["tp"] = divisors(local)
     if "context_parallel_degree" not in given:
         tries["cp"] = _context_degrees(resolved, settings, world=world, device_type=device_type)
+    if "expert_parallel_degree" not in given:
+        tries["ep"] = _expert_degrees(resolved, world)
     tried = [dict(zip(tries, degrees, strict=True)) for degrees in itertools.product(*tries.values())]
     batches = [settings["train_batch_size"]] if "train_batch_size" in given else _BATCHES
     bf16 = device_type != "cpu" if settings["bf16"] is None else settings["bf16"]
@@ -99,6 +104,12 @@ def layouts(
                     sizes = {"train_batch_size": batch} if len(batches) > 1 else {}
                     work = dataclasses.replace(one, micro_batch_size=batch, accumulation=accumulation)
                     yield Layout(mesh, {**flags, **sizes}, work, tokens)
+
+
+def _expert_degrees(resolved: ResolvedModel, world: int) -> list[int]:
+    """Return the degrees that divide the experts of each layer, and the ranks; 1 for a model without experts."""
+    layers = expert_layers(meta_model(resolved.hf_config, resolved.attn_implementation).model)
+    return divisors(math.gcd(world, *(layer.experts for layer in layers))) if layers else [1]
 
 
 def _context_degrees(

@@ -16,6 +16,8 @@ from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.technique import metrics
 from tests import experts
 from tests.distributed import run_distributed
+from tests.flags import SYNTHETIC, parse
+from tests.job import LLAMA
 from tests.model_checks import in_double
 from tests.reference import (
     LENGTH,
@@ -139,7 +141,8 @@ def same_everywhere(kind: str, folder: pathlib.Path, layouts: list[Layout], conf
 
 
 def test_biases_have_the_same_bits_at_every_layout(tmp_path):
-    config = ExpertsConfig(moe_load_balancing="bias", moe_bias_update_rate=0.01)
+    words = ["--moe_load_balancing", "bias", "--moe_bias_update_rate", 0.01]
+    config = parse([*LLAMA, *SYNTHETIC, *words]).experts
     counts, biases = same_everywhere("glm4_moe", tmp_path, [*MANY, SPLIT], config)[0]
     with in_double():
         model = experts.build("glm4_moe")

@@ -16,6 +16,7 @@ from smp.compat.init_settings import read_settings
 from smp.config import ParallelConfig
 from smp.errors import UserError
 from smp.mesh import lay_out, resolve_mesh, sharding_choices
+from smp.plan import layouts
 from smp.plan.search import Found
 from smp.plan.tables import ranking, title_of
 from smp.units import GIB
@@ -29,12 +30,13 @@ FOLDED = axes.Axis("ep", "expert_parallel_degree", over=("dp_shard", "tp"))
 @contextlib.contextmanager
 def listed(axis: axes.Axis = EP) -> Iterator[None]:
     """The axis is on the list, in place of the one that has its name."""
-    kept = axes.AXES[:]
+    kept, degrees = axes.AXES[:], layouts._expert_degrees
+    layouts._expert_degrees = lambda _, world: axes.divisors(world)
     axes.AXES[:] = [kept[0], axis, *(each for each in kept[1:] if each.name != axis.name)]
     try:
         yield
     finally:
-        axes.AXES[:] = kept
+        axes.AXES[:], layouts._expert_degrees = kept, degrees
 
 
 @pytest.fixture(autouse=True)
