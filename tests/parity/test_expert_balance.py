@@ -103,6 +103,10 @@ def check(kind: str, names: list[str], layouts: dict[str, list[Layout]]) -> None
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
 def test_losses_are_those_of_the_formulas_at_two_ranks(kind):
+    words = {"sequence": ["--moe_load_balancing", "sequence", "--moe_aux_loss_coeff", 0.5],
+             "z": ["--moe_z_loss_coeff", 0.5]}  # fmt: skip
+    for name, given in words.items():
+        assert parse([*LLAMA, *SYNTHETIC, *given]).experts == CASES[name][0]
     cp = kind == "mixtral"  # latent attention is not split by sequences
     layouts = {name: [each for each in LAYOUTS[name] if cp or each.cp == 1] for name in CASES}
     run_distributed(check, kind, list(CASES), layouts, world_size=2)
