@@ -11,7 +11,7 @@ from torch import nn
 
 from smp.errors import UserError, one_line
 from smp.models.derive_plan import Call, derive_plan
-from smp.models.experts import without_experts
+from smp.models.experts import TOP_KEYS, implemented_by, without_experts
 from smp.models.family import COMMON_SETTINGS, Family, LogitTransform
 from smp.models.file_names import file_names_of
 from smp.models.logits import find_logits
@@ -26,7 +26,7 @@ OTHER_SETTINGS = {
     "resid_pdrop": ("resid_pdrop", "hidden_dropout", "residual_dropout"),
     "rotary_pct": ("rope_parameters.partial_rotary_factor",),
     "num_local_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("num_experts_per_tok", "moe_topk", "top_k_experts"),
+    "num_experts_per_tok": TOP_KEYS,
 }
 _BIDIRECTIONAL = {"cpmant"}  # whatever the config says
 _TRACE = "smp_trace"  # an attention function for which transformers makes no mask
@@ -94,15 +94,9 @@ def without_masks(model: nn.Module, attend: Callable[..., Any] = _attend_nothing
     from transformers import AttentionInterface
 
     AttentionInterface.register(_TRACE, attend)
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    former = {key: getattr(config, "_attn_implementation_internal", None) for key, config in configs.items()}
-    try:
-        for config in configs.values():
-            config._attn_implementation_internal = _TRACE
+    configs = (config for module in model.modules() if (config := getattr(module, "config", None)))
+    with implemented_by(configs, "_attn_implementation_internal", _TRACE):
         yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = former[key]
 
 
 @contextlib.contextmanager

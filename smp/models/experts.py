@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,8 @@ class Layer(NamedTuple):
     router: int
 
 
-# How configs name the experts of a token, where no module has ``top_k``.
-_TOP = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "moe_top_k")
+# How configs name the experts of a token.
+TOP_KEYS = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
 
 
 def expert_layers(model: nn.Module) -> list[Layer]:
@@ -57,13 +57,31 @@ def expert_layers(model: nn.Module) -> list[Layer]:
         beside = [child for child in block.children() if child is not module]
         count: int = module.down_proj.shape[0]  # type: ignore[index, union-attr, assignment]
         tops = [getattr(each, "top_k", None) for each in (block, *beside)]
-        tops += [getattr(model.config, name, None) for name in _TOP]  # type: ignore[union-attr]
+        tops += [getattr(model.config, name, None) for name in TOP_KEYS]  # type: ignore[union-attr]
         top = next((value for value in tops if type(value) is int), count)
         matrices = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3) // count
         routers = [each._parameters.get("weight") for each in beside if projection_size(each) is None]
         router = next((w.numel() for w in routers if w is not None and w.dim() == 2 and w.shape[0] == count), 0)
         found.append(Layer(path, count, top, matrices, router))
     return found
+
+
+@contextlib.contextmanager
+def implemented_by(configs: Iterable[Any], key: str, name: str) -> Iterator[None]:
+    """Let the modules of configs compute by another function of transformers' registries.
+
+    Args:
+        key: of the configs, for the functions of a kind.
+        name: of the function, in their registry.
+    """
+    former = {id(config): (config, getattr(config, key, None)) for config in configs}
+    try:
+        for config, _ in former.values():
+            setattr(config, key, name)
+        yield
+    finally:
+        for config, value in former.values():
+            setattr(config, key, value)
 
 
 def _leave_out(module: nn.Module, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -73,18 +91,12 @@ def _leave_out(module: nn.Module, hidden: torch.Tensor, *_: Any, **__: Any) -> t
 @contextlib.contextmanager
 def without_experts(model: nn.Module) -> Iterator[None]:
     """Let experts return what they get: which tokens they have depends on values, and their products on the dtype."""
-    configs = {id(config): config for _, module in expert_modules(model) if (config := getattr(module, "config", None))}
+    configs = [config for _, module in expert_modules(model) if (config := getattr(module, "config", None))]
     if not configs:
         yield
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(_NONE, _leave_out)
-    former = {key: getattr(config, "_experts_implementation_internal", None) for key, config in configs.items()}
-    try:
-        for config in configs.values():
-            config._experts_implementation_internal = _NONE
+    with implemented_by(configs, "_experts_implementation_internal", _NONE):
         yield
-    finally:
-        for key, config in configs.items():
-            config._experts_implementation_internal = former[key]

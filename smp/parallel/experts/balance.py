@@ -19,7 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 from smp.axes import AXES
 from smp.mesh import Mesh, Role
 from smp.models.experts import expert_modules
+from smp.models.meta_model import meta_model
 from smp.parallel.experts.config import ExpertsConfig
+from smp.parallel.experts.dispatch import count
 from smp.parallel.experts.selection import CHOOSE, replace
 from smp.parallel.technique import Setup
 
@@ -102,7 +104,7 @@ class Layer:
         if _runs_forward(router):
             rows = torch.arange(self._batch, device=index.device).unsqueeze(1) * self.experts
             flat = (index.reshape(self._batch, -1) + rows).view(-1)
-            chosen = torch.bincount(flat, minlength=self._batch * self.experts).view(self._batch, -1)
+            chosen = count(flat, self._batch * self.experts).view(self._batch, -1)
             self.noted = Noted(chosen, probabilities, z)
 
 
@@ -238,11 +240,13 @@ def metrics(model: nn.Module, setup: Setup) -> dict[str, torch.Tensor]:
     }
 
 
-def problems(hf_config: Any, model: nn.Module, setup: Setup) -> list[str]:
-    """Return why a balance does not fit a model, which is on the meta device."""
-    config, modules = setup.settings[ExpertsConfig], expert_modules(model)
+def problems(hf_config: Any, setup: Setup) -> list[str]:
+    """Return why the balance that is asked for does not fit a model."""
+    config = setup.settings[ExpertsConfig]
     if config.method == "none" and not config.adds_loss:
         return []
+    model = meta_model(hf_config).model
+    modules = expert_modules(model)
     flag = config.adds_loss if config.method == "none" else f"--moe_load_balancing {config.method}"
     if not modules:
         return [f"{flag}: a model of type {hf_config.model_type!r} has no experts that are known here: leave it out"]

@@ -85,8 +85,13 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> Sorted:
         experts: number of experts.
     """
     flat = index.reshape(-1)
-    counts = torch.zeros(experts, dtype=torch.int64, device=index.device).scatter_add_(0, flat, torch.ones_like(flat))
-    return Sorted(torch.argsort(flat, stable=True), counts)
+    return Sorted(torch.argsort(flat, stable=True), count(flat, experts))
+
+
+def count(numbers: torch.Tensor, most: int) -> torch.Tensor:
+    """Count how often each number below ``most`` occurs, ``(most,)`` int64; its shape waits for no values."""
+    zeros = torch.zeros(most, dtype=torch.int64, device=numbers.device)
+    return zeros.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def evenly(total: int, parts: int) -> list[int]:

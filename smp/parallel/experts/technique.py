@@ -62,8 +62,7 @@ def experts_forward(
 
 def problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return why experts cannot be split, or balanced as asked for."""
-    model = meta_model(hf_config).model
-    degree, found = setup.mesh.degree("ep"), balance.problems(hf_config, model, setup)
+    degree, found = setup.mesh.degree("ep"), balance.problems(hf_config, setup)
     asked = getattr(hf_config, "_experts_implementation_internal", None)
     if asked in _REFUSED:
         found.append(f"experts_implementation {asked} is not for training: leave it out")
