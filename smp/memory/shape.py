@@ -12,6 +12,7 @@ import torch
 from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.environment.malloc import unused_heap
 from smp.mesh import Mesh
+from smp.models.experts import expert_layers
 from smp.models.meta_model import meta_model
 from smp.models.model_config import ResolvedModel
 from smp.models.parameters import EMBEDDING, HEAD, ParameterSpec, ParameterTable
@@ -51,6 +52,9 @@ class ModelShape:
     frozen_but: Trained | None = None  # None: all are trained
     own_trained: Trained = Trained(0, 0, 0, 0)  # of those, the model's own, which tensor parallelism splits
     linear: int = 0  # weights of a block's linear layers
+    experts: int = 0  # parameters of a layer's experts; of a mixture, as the next two
+    sent: int = 0  # values of a token's hidden states that go to experts: its experts times the hidden width
+    routed: int = 0  # values that its experts save of a token, balanced
 
     def unit_sizes(self, tp: int) -> Trained:
         """Count a tensor-parallel rank's parameters, trained or not."""
@@ -63,6 +67,12 @@ class ModelShape:
             return self.unit_sizes(tp)
         counts = zip(self.frozen_but, self.own_trained, strict=True)
         return Trained(*(count - own + -(-own // tp) for count, own in counts))
+
+    def gathered(self, sizes: Trained, mesh: Mesh) -> Trained:
+        """Count what a rank gathers of units of these sizes: of experts that are split those of its part."""
+        experts = self.experts // mesh.tp.size
+        absent = experts - experts // mesh.degree("ep")
+        return sizes._replace(parameters=sizes.parameters - self.layers * absent, block=sizes.block - absent)
 
     def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
         """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
@@ -228,6 +238,7 @@ def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> Mo
     key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     all_trained = all(spec.trained for spec in table)
+    experts = max(expert_layers(meta.model), key=lambda layer: layer.experts * layer.weights, default=None)
     return ModelShape(
         parameters=counts.parameters,
         largest_unit=max(counts.table, counts.block, counts.last),
@@ -247,6 +258,10 @@ def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> Mo
         frozen_but=None if all_trained else _trained(table, lambda spec: spec.trained),
         own_trained=_trained(table, lambda spec: spec.trained and not spec.added and not all_trained),
         linear=sum(m.weight.numel() for m in block.modules() if isinstance(m, torch.nn.Linear)),
+        experts=experts.experts * experts.weights if experts else 0,
+        sent=experts.top * config.hidden_size if experts else 0,
+        # Of each expert the input and the output, and twice the widths of its matrices between.
+        routed=experts.top * 2 * (config.hidden_size + experts.weights // config.hidden_size) if experts else 0,
     )
 
 
@@ -275,6 +290,7 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
     if shape.saved and not matrices:  # what was counted, split as the formula splits
         full = _saved_values(shape, work, tp=1, split=False) * work.compute_bytes
         inside = inside * shape.saved[work.compute_bytes >= 4] // full
+    inside += tokens * shape.routed * work.compute_bytes // (mesh.tp.size if split else 1)
     if matrices:
         matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
         inside += 3 * matrix * work.compute_bytes // mesh.tp.size

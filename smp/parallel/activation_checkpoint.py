@@ -320,7 +320,8 @@ def _kept_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
 
     Of the products query, value and the first of the MLP's, of which a gated one has another; or query, key and value
     in one. Attention's output and, per head and token, the logarithm of its sum in fp32. Under tensor parallelism two
-    sums over the ranks. Under context parallelism not attention's.
+    sums over the ranks. Under context parallelism not attention's. Of experts that are split, what is sent to them and
+    what comes back.
     """
     tp = mesh.tp.size
     key_value = shape.key_value // (2 * shape.hidden) or shape.hidden
@@ -328,4 +329,5 @@ def _kept_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     attention = 0 if mesh.cp.size > 1 else shape.hidden * work.compute_bytes + 4 * shape.heads
     split = products * work.compute_bytes + attention
     reduced = 2 * shape.hidden // (tp if splits_tokens(mesh, work) else 1) * work.compute_bytes if tp > 1 else 0
-    return work.tokens(mesh) * (split // tp + reduced)
+    sent = 2 * shape.sent * work.compute_bytes if mesh.degree("ep") > 1 else 0
+    return work.tokens(mesh) * (split // tp + reduced + sent // (tp if splits_tokens(mesh, work) else 1))

@@ -284,7 +284,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     which lives until the next unit's are reduced.
     """
     fp32, moment = 4, work.moment
-    total, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size).parameters, shape.trained(mesh.tp.size)
+    units, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size), shape.trained(mesh.tp.size)
+    total = units.parameters
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
     optim = work.settings[OptimConfig]
     shards = 0 if in_host_memory else optim.parameter_bytes
@@ -297,6 +298,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     sums = 0
     if accumulated and not deferred and optim.parameter_bytes < fp32 and moment is not Moment.UPDATE:
         gradients, sums = reduced, trained  # in fp32, on the device, beside what the reductions leave
+    if shape.frozen_but is None:  # else experts are frozen, too
+        block = shape.gathered(units, mesh).block
     unreduced = _unreduced(shape, mesh, moment, table=table, last=last, block=block)
     copied = {
         Moment.LOSS: 0, Moment.LAST_BLOCK: 0 if shape.tied else last, Moment.FIRST_BLOCK: block, Moment.UPDATE: 0,
@@ -310,7 +313,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         "parameters": -(-trained // mesh.shard.size) * shards + frozen,
         "gradients": -(-gradients // mesh.shard.size) * shards + -(-sums // mesh.shard.size) * fp32,
         "optimizer state": int(-(-trained // mesh.shard.size) * state),
-        "gathered parameters": _gathered(shape.unit_sizes(mesh.tp.size), shape, mesh, work) * work.compute_bytes,
+        "gathered parameters": _gathered(shape.gathered(units, mesh), shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,
         "communication buffers": copies * copied * fp32 + _buffer_bytes(shape, mesh, work) + gathered_by_update,
     }

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from smp.axes import divisors, listed
 from smp.config import ParallelConfig
 from smp.errors import ConfigError, UserError
+from smp.memory.shape import FULL, ModelShape, Workload, splits_tokens
+from smp.mesh import Mesh
 from smp.models.experts import expert_modules
 from smp.models.meta_model import meta_model
 from smp.parallel.experts import balance
@@ -25,9 +27,9 @@ from smp.parallel.experts.balance import after_update, extra_loss, metrics
 from smp.parallel.experts.compute import compute
 from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.experts.dispatch import inverse, read_counts, send_back, send_to_experts, sort_by_expert
-from smp.parallel.technique import Setup
+from smp.parallel.technique import Sent, Setup, Traffic
 
-__all__ = ["Config", "after_update", "apply", "extra_loss", "metrics", "problems"]
+__all__ = ["Config", "after_update", "apply", "extra_loss", "metrics", "problems", "traffic"]
 
 Config = ExpertsConfig
 NAME = "smp"  # of the experts function in transformers' registry
@@ -84,6 +86,15 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
         legal = listed(divisors(math.gcd(*counts)))
         found.append(f"{flag} does not divide the {listed(counts)} experts of a layer: choose one of {legal}")
     return found
+
+
+def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
+    """Count the rows that are sent to experts and back, and their gradients; balanced."""
+    if mesh.degree("ep") == 1 or not shape.sent:
+        return Traffic()
+    rows = work.tokens(mesh) * shape.sent * work.compute_bytes // (mesh.tp.size if splits_tokens(mesh, work) else 1)
+    times = 2 if work.forward_only else 6 if work.recomputation == FULL else 4  # selective keeps them
+    return Traffic([Sent("all_to_all", rows, "ep", times)])
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
