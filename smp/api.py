@@ -126,7 +126,7 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
     mesh = laid_out.join(device_type)
     tp = build_tp_group(mesh, parallel, random_seed=own["random_seed"]) if laid_out.tp.size > 1 else None
     _current = _Initialized(mesh, parallel, tp, own, random_seed)
-    tell_of_sharding(mesh)
+    tell_of_sharding(laid_out)
     state.given.clear()
     return mesh
 
