@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.compat.init_settings import in_names_of_init, read_config, read_settings, read_smp_keys
-from smp.compat.moe import MoEConfig, read_moe_config, script_balance, tell_of_sharding
+from smp.compat.moe import MoEConfig, add_losses, read_moe_config, script_balance, tell_of_sharding
 from smp.compat.state import State
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.delayed_init import build_on_meta, first_ranks_seed
@@ -142,8 +142,12 @@ def is_initialized() -> bool:
 
 
 def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False, comm_type: str | None = None) -> None:
-    """Apply context and tensor parallelism, in the techniques' order, unless they have been."""
+    """Apply expert, context and tensor parallelism, in the techniques' order, unless they have been."""
     family = family_of(model.config)
+    if not is_split(model):  # tensor parallelism takes experts as they are
+        setup = Setup(family, current.mesh, Settings((current.parallel, script_balance(current.moe))))
+        experts.check_and_apply(model, setup, take=from_rank0)
+        add_losses(model, setup)
     if current.mesh.cp.size > 1 and not context.is_split(model):
         settings = Settings((current.parallel,))
         if comm_type is not None:
@@ -175,7 +179,7 @@ def transform(
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str | None = None,
 ) -> nn.Module:
-    """Apply tensor and context parallelism to a Hugging Face causal language model in place, as SMP v2's ``transform``.
+    """Apply expert, tensor and context parallelism to a causal language model of Hugging Face, as SMP v2's ``transform``.
 
     At degrees of 1 no layer is split. Shard the result with :func:`parallelize`.
 
@@ -198,7 +202,8 @@ def transform(
     require_model("smp.transform", model)
     if config is not None:
         current.moe.update(read_moe_config(model, config))
-    if current.tp is not None and not is_split(model) and not load_state_dict_from_rank0:
+    splits = current.tp is not None or current.mesh.degree("ep") > 1
+    if splits and not is_split(model) and not load_state_dict_from_rank0:
         require_same_weights(model, "smp.transform")
     with following_optimizers(model):
         _split(model, current, from_rank0=load_state_dict_from_rank0, comm_type=cp_comm_type)
@@ -270,14 +275,11 @@ def parallelize(
         activation = ActivationConfig(activation_checkpointing=activation_checkpointing)
     if not is_split(model):
         require_same_weights(model, "smp.parallelize")
-    balance = script_balance(current.moe)
     with following_optimizers(model):
-        if not is_split(model):  # tensor parallelism takes experts as they are
-            experts.check_and_apply(model, Setup(family, current.mesh, Settings((current.parallel, balance))))
         _split(model, current)
         _parallelize(
             model, family, mesh=current.mesh, parallel=current.parallel, activation=activation, dtype=dtype, loss=loss,
-            balance=balance,
+            balance=script_balance(current.moe),
         )  # fmt: skip
         if gradient_reduction == "mean":
             average_gradients(model, current.mesh)

@@ -45,6 +45,13 @@ def first_ranks_seed(groups: Iterable[dist.ProcessGroup | None], device: torch.d
     return int(seed)
 
 
+def from_rank0(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Broadcast rank 0's values, to ``device``; collective."""
+    values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    dist.broadcast(values, src=0)
+    return values
+
+
 def refuse_other_numbers(number: int, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
     """Refuse ranks that would broadcast unequal numbers of parameters and buffers; collective.
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from smp.errors import UserError, a_type
 from smp.log import get_logger
 from smp.mesh import Mesh
 from smp.models.experts import expert_modules, is_experts
+from smp.parallel import experts
 from smp.parallel.experts.config import ExpertsConfig
+from smp.parallel.sharding import averages_gradients, fsdp_modules
+from smp.parallel.technique import Setup
 
 _BALANCES = ("sinkhorn", "balanced", "aux_loss", "none")
+_ADDS = "_smp_adds_losses"  # attribute of a model
 _logger = get_logger(__name__)
 
 
@@ -95,19 +102,38 @@ def read_moe_config(model: nn.Module, config: object) -> dict[str, Any]:
 
 
 def script_balance(settings: Mapping[str, Any]) -> ExpertsConfig:
-    """Return how the experts of a script's model are balanced, given the settings of its ``MoEConfig``.
+    """Return how the experts of a script's model are balanced, given the settings of its ``MoEConfig``."""
+    return ExpertsConfig(**{"moe_load_balancing": "none"} | dict(settings))
 
-    What is added to a loss is left out, with a warning: the script has its own.
-    """
-    method = settings.get("moe_load_balancing", "none")
-    lost = ["moe_load_balancing aux_loss"] if method == "aux_loss" else []
-    lost += ["moe_z_loss_coeff"] if settings.get("moe_z_loss_coeff") else []
-    if lost:
-        _logger.warning(
-            "MoEConfig: %s has no effect in a script, whose loss is its own: the training job adds it (train_lib.py "
-            "--moe_load_balancing, --moe_z_loss_coeff)", " and ".join(lost)
-        )  # fmt: skip
-    return ExpertsConfig(moe_load_balancing=method if method in ("sinkhorn", "balanced") else "none")
+
+def add_losses(model: nn.Module, setup: Setup) -> None:
+    """Let a model's forward add the losses of its balance to the loss that it returns, once."""
+    if setup.settings[ExpertsConfig].adds_loss and not hasattr(model, _ADDS):
+        setattr(model, _ADDS, True)
+        model.register_forward_hook(functools.partial(_add_losses, setup), with_kwargs=True)
+
+
+def _add_losses(setup: Setup, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    extra = experts.extra_loss(model, setup)
+    if extra is None:  # no forward of training
+        return
+    if any(fsdp_modules(model)) and not averages_gradients(model):
+        _warn_once("gradient_reduction sum, whose loss the script divides by all tokens: give smp.parallelize mean")
+        return
+    if getattr(output, "loss", None) is None:
+        _warn_once("no loss in the model's output: give the model labels")
+        return
+    inputs = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+    shown, tp = extra.detach().clone(), setup.mesh.tp
+    if tp.size > 1:  # whose ranks have parts of the tokens, and the same loss
+        dist.all_reduce(shown, group=tp.group)
+    # A mean over this rank's tokens, as the loss is: its gradients are averaged over ranks.
+    output["loss"] = output.loss + (extra + (shown - extra.detach())) / inputs.shape[:2].numel()
+
+
+@functools.cache
+def _warn_once(why: str) -> None:
+    _logger.warning("MoEConfig: moe_load_balancing aux_loss and moe_z_loss_coeff have no effect with %s", why)
 
 
 def sharding_advice(mesh: Mesh) -> str | None:

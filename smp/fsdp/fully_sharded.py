@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as _fully_shard
 
-from smp.fsdp.meshes import default_mesh, shared_buffers
-from smp.fsdp.units import use_collectives
+from smp.fsdp.meshes import default_mesh, mesh_of_split, shared_buffers, split_axis
+from smp.fsdp.units import placement_over, use_collectives
 from smp.parallel.activation_checkpoint import leave_out_cache
 from smp.parallel.optimizers import following_optimizers
 from smp.parallel.refusals import refuse_ddp
@@ -32,6 +32,8 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **arguments: Any
     mesh = mesh or default_mesh()
     modules = [module] if isinstance(module, nn.Module) else module
     with following_optimizers(*modules):
+        for each in modules:
+            _shard_split(each, mesh, arguments)
         result = _fully_shard(module, mesh=mesh, **arguments)
     first = modules[0]
     assert isinstance(first, FSDPModule)
@@ -43,3 +45,14 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **arguments: Any
     if group is not None and arguments.get("dp_mesh_dims") is None:
         use_collectives(first, group.mesh_info.mesh, shared_buffers=shared_buffers())
     return result
+
+
+def _shard_split(module: nn.Module, mesh: DeviceMesh | None, arguments: dict[str, Any]) -> None:
+    """Shard what ``smp.transform`` has split along a folded axis, as units of their own inside of the module."""
+    for inner in list(module.modules()):
+        if mesh is None or isinstance(inner, FSDPModule) or (axis := split_axis(inner)) is None:
+            continue
+        over = mesh_of_split(axis, mesh)
+        _fully_shard(inner, mesh=over, **{"shard_placement_fn": placement_over(over, mesh)} | arguments)
+        assert isinstance(inner, FSDPModule)
+        use_collectives(inner, over, of_tokens=mesh, shared_buffers=shared_buffers())

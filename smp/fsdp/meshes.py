@@ -17,6 +17,7 @@ from smp.fsdp.options import HYBRID, Options
 from smp.log import get_logger
 from smp.mesh import Mesh, keep_timeout, resolve_mesh, served_device_type
 from smp.models.experts import expert_modules
+from smp.parallel.units import folded_axis
 from smp.runtime import local_world_size
 
 logger = get_logger(__name__)
@@ -44,12 +45,37 @@ def default_mesh() -> DeviceMesh | None:
     return None if job is None else job[0].fsdp_mesh
 
 
+def split_axis(module: nn.Module) -> str | None:
+    """Return the folded axis of ``smp.init`` along which a module's own parameters are split, or None."""
+    return next(filter(None, map(folded_axis, module.parameters(recurse=False))), None)
+
+
+def mesh_of_split(axis: str, around: DeviceMesh) -> DeviceMesh:
+    """Return the mesh to shard over what a folded axis splits, given that of the parameters around it.
+
+    Raises:
+        UserError: that is not the mesh of ``smp.init``, which the axis is folded over.
+    """
+    job = _job()
+    assert job is not None
+    if around != job[0].fsdp_mesh:
+        raise UserError(
+            f"FSDP: smp.transform has split parameters over the {axis} ranks of the mesh of smp.init, and FSDP shards "
+            f"over another: leave process_group and device_mesh out, and give smp.init the sharding_strategy, or a "
+            f"hybrid_shard_degree"
+        )
+    return job[0].fsdp_mesh_of(axis)
+
+
 def warn_of_experts(module: nn.Module) -> None:
-    """Warn where ``smp.init`` was asked to split experts, which are gathered here as any parameters."""
-    if (job := _job()) is not None and (degree := job[0].degree("ep")) > 1 and expert_modules(module):
+    """Warn where ``smp.init`` was asked to split experts, and none is split."""
+    if (job := _job()) is None or (degree := job[0].degree("ep")) == 1:
+        return
+    experts = [inner for _, inner in expert_modules(module)]
+    if experts and not any(map(split_axis, experts)):
         logger.warning(
-            "FSDP shards and gathers experts as all parameters, and expert_parallel_degree %d sends no tokens: "
-            "smp.parallelize does, which takes FSDP's place",
+            "expert_parallel_degree %d has no effect: FSDP shards and gathers these experts as all parameters; call "
+            "smp.transform before it, which splits them",
             degree,
         )
 

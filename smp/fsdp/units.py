@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,16 +25,17 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from smp.errors import UserError
 from smp.fsdp.delayed import DelayedParamIniter
 from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
-from smp.fsdp.meshes import device_type, every_axis, resolve, shared_buffers
+from smp.fsdp.meshes import device_type, every_axis, mesh_of_split, resolve, shared_buffers, split_axis
 from smp.fsdp.options import KEEPS_GATHERED, Options
 from smp.fsdp.param_group import groups_of, is_taken, keep_promises, mark_taken
 from smp.fsdp.policies import is_container
 from smp.models.file_names import clean_name
+from smp.parallel.activation_checkpoint import hide_from_selection
 from smp.parallel.sharding import install_collectives, placement
 
 _ATTRIBUTE = "_smp_unit"
@@ -45,7 +47,7 @@ class Unit:
 
     Attributes:
         strategy: after the rules of ``smp.init``.
-        mesh: 1-D, or (replicate, shard).
+        mesh: 1-D, or (replicate, shard); of experts that are split that of the parameters around them.
         modules: itself and the modules below, without other units and ignored modules.
         ignored_parameters: of its constructor and of the units below.
         root: no other unit that can be called is around it.
@@ -137,6 +139,8 @@ def shard_unit(
         raise UserError(f"FSDP: the {type(module).__name__} is sharded already: apply FSDP to it once")
     kind = device_type(module, options)
     mesh, strategy = resolve(options, kind)
+    axis = split_axis(module)
+    over = mesh if axis is None else mesh_of_split(axis, mesh)
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     below, container = list(units_below(module)), is_container(module)
     if ran := [inner for inner, _ in below if not container and inner._get_fsdp_state()._is_root]:
@@ -152,7 +156,7 @@ def shard_unit(
         initer.share_seed(every_axis(mesh, options), device)
     materialize(modules, options, device, ignored_parameters)
     if options.sync_module_states:
-        take_from_first_rank(modules, mesh, device, ignored_parameters)
+        take_from_first_rank(modules, over, device, ignored_parameters)
     own = {
         parameter: f"{name} of a {type(inner).__name__}"
         for inner in modules
@@ -166,7 +170,7 @@ def shard_unit(
             parameter.data = parameter.data.contiguous()
     unit = Unit(options, strategy, mesh, device, modules, ignored_parameters)
     _cast_buffers(module, unit)
-    _fully_shard(module, unit)
+    _fully_shard(module, unit, over)
     for _, inside in () if container else below:
         inside.root = False
     module.__dict__[_ATTRIBUTE] = unit
@@ -211,8 +215,8 @@ def _cast_buffers(module: nn.Module, unit: Unit) -> None:
                 buffer.data = buffer.to(mixed.buffer_dtype)
 
 
-def _fully_shard(module: nn.Module, unit: Unit) -> None:
-    options, mesh = unit.options, unit.mesh
+def _fully_shard(module: nn.Module, unit: Unit, mesh: DeviceMesh) -> None:
+    options = unit.options
     mixed = options.mixed_precision
     policy = MixedPrecisionPolicy() if mixed is None else MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype)
     if is_container(module):  # torch refuses a class without a forward; the caller replaces the class again
@@ -224,31 +228,47 @@ def _fully_shard(module: nn.Module, unit: Unit) -> None:
         mesh=mesh,
         # None: freed after forward, but for the root, whose backward is next.
         reshard_after_forward=False if unit.strategy in KEEPS_GATHERED else None,
-        shard_placement_fn=placement,
+        shard_placement_fn=placement_over(mesh, unit.mesh),
         mp_policy=policy,
         offload_policy=offload,
         ignored_params=unit.ignored_parameters,
     )
     assert isinstance(module, FSDPModule)
-    use_collectives(module, mesh, shared_buffers=shared_buffers())
+    use_collectives(module, mesh, of_tokens=unit.mesh, shared_buffers=shared_buffers())
     keep_promises(module)
     if options.backward_prefetch != BackwardPrefetch.BACKWARD_PRE:
         # An explicit list replaces the default; a unit that is gathered already is left alone: no prefetch.
         module.set_modules_to_backward_prefetch([module])
 
 
-def use_collectives(module: FSDPModule, mesh: DeviceMesh, *, shared_buffers: bool = True) -> None:
+def placement_over(mesh: DeviceMesh, of_tokens: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Return the ``shard_placement_fn`` for ``mesh``: that of tokens, or one for what a folded axis splits."""
+    return functools.partial(placement, ranks=1 if mesh == of_tokens else mesh.size(mesh.ndim - 1))
+
+
+def use_collectives(
+    module: FSDPModule, mesh: DeviceMesh, *, of_tokens: DeviceMesh | None = None, shared_buffers: bool = True
+) -> None:
     """Average gradients on any backend, by smp's collectives where they are better than torch's.
 
     Args:
         module: ``fully_shard`` was applied to it, over ``mesh``.
         mesh: 1-D, or (replicate, shard).
+        of_tokens: over whose ranks to average, which have other tokens; None: ``mesh``.
         shared_buffers: see :func:`smp.parallel.sharding.install_collectives`.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     if mesh.device_type == "cpu" or any(dist.get_backend(group) == "smddp" for group in groups):
         # gloo does not average: add, then divide. The quotient is the same.
         module.set_force_sum_reduction_for_comms(True)
+    if of_tokens not in (None, mesh):
+        # Backward has summed the gradients of the tokens that were sent here. As :func:`average_gradients` divides.
+        ranks = of_tokens.size()
+        module.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+        module.set_all_reduce_hook(lambda gradients: gradients.div_(ranks))  # type: ignore[arg-type]
+        hide_from_selection(module)
     if len(groups_of(module)) == 1:
         install_collectives(module, groups[-1], mesh.device_type, shared_buffers=shared_buffers)
 

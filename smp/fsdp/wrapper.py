@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from smp.errors import UserError
 from smp.fsdp import attributes, full_params, optimizer_states, param_group, state_dicts
 from smp.fsdp.materialize import own_modules
-from smp.fsdp.meshes import require_process_group, warn_of_experts
+from smp.fsdp.meshes import require_process_group, split_axis, warn_of_experts
 from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
 from smp.fsdp.policies import choose_units, is_container
 from smp.fsdp.units import (
@@ -81,9 +81,13 @@ def _shard(
                 f"members, or the module around it"
             )
     warn_of_experts(module)
-    units: list[tuple[nn.Module, Options]] = [(inner, read_options(own)) for inner, own in chosen.items()]
+    units: list[tuple[nn.Module, Options]] = []
+    for inner, own in [*((inner, read_options(own)) for inner, own in chosen.items()), (module, options)]:
+        # What a folded axis splits is sharded over other ranks: a unit of its own, before the one around it.
+        split = [each for each in own_modules(inner, ignored_modules.union(dict(units))) if split_axis(each)]
+        units += [*((each, own) for each in split if each is not inner), (inner, own)]
     with following_optimizers(module):
-        for inner, own in [*units, (module, options)]:
+        for inner, own in units:
             original = type(inner)
             unit = shard_unit(inner, own, **leave)
             inner.__class__ = _wrapped_class(wrapper, original)

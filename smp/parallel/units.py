@@ -63,7 +63,7 @@ def size_based_units(parts: Iterable[nn.Module], *, reshard: bool, minimum: int)
     return units
 
 
-def _folded_axis(parameter: nn.Parameter) -> str | None:
+def folded_axis(parameter: nn.Parameter) -> str | None:
     """Return the folded axis along which a technique has split a parameter: a dimension of its DTensor's mesh."""
     names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
     return next((axis.name for axis in AXES if axis.over and axis.name in names), None)
@@ -78,11 +78,11 @@ def with_views(model: nn.Module, units: Iterable[Unit]) -> list[Unit]:
     split: dict[nn.Module, str | None] = {}
 
     def visit(module: nn.Module) -> None:
-        if not any(map(_folded_axis, module.parameters(recurse=False))):
+        if not any(map(folded_axis, module.parameters(recurse=False))):
             for child in module.children():
                 visit(child)
             return
-        split[module], *others = {_folded_axis(parameter) for parameter in module.parameters()}
+        split[module], *others = {folded_axis(parameter) for parameter in module.parameters()}
         if others:  # they would be sharded over other ranks than those that have them
             raise AssertionError(f"a folded axis splits only some of the parameters of a {type(module).__name__}")
 

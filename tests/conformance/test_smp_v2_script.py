@@ -18,7 +18,8 @@ from torch.distributed import checkpoint
 from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.fsdp.api import FullStateDictConfig, ShardedOptimStateDictConfig
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, set_seed
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from smp.compat.group_checkpoints import load_state_dict
 from smp.delayed_init import initialize_
@@ -36,10 +37,33 @@ LAYOUTS = [
     pytest.param(4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, marks=pytest.mark.slow),
     (4, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}),
 ]
+WITH_EXPERTS = [
+    (2, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}),
+    (4, {"expert_parallel_degree": 2, "hybrid_shard_degree": 4}),
+    pytest.param(4, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}, marks=pytest.mark.slow),
+    pytest.param(4, {"expert_parallel_degree": 4, "context_parallel_degree": 2}, marks=pytest.mark.slow),
+    (2, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}),
+]
+AUX, Z = 0.1, 0.01
 
 
-def config() -> LlamaConfig:
-    return LlamaConfig(vocab_size=64, use_cache=False, max_position_embeddings=LENGTH, **SIZES)
+def config(experts: bool = False) -> LlamaConfig | MixtralConfig:
+    sizes = {"vocab_size": 64, "use_cache": False, "max_position_embeddings": LENGTH, **SIZES}
+    if not experts:
+        return LlamaConfig(**sizes)
+    found = MixtralConfig(num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, **sizes)
+    found._experts_implementation = "eager"  # grouped products take no fp64
+    return found
+
+
+def dtype_of(experts: bool) -> torch.dtype:
+    return torch.float64 if experts else torch.float32  # Adam's first steps make a rounding of a small gradient large
+
+
+def balance_of(model, logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The losses of a MoEConfig, of the logits of each layer's router."""
+    aux = load_balancing_loss_func(logits, model.config.num_local_experts, model.config.num_experts_per_tok)
+    return AUX * aux + Z * sum(each.logsumexp(-1).square().mean() for each in logits)
 
 
 def rows(step: int) -> torch.Tensor:
@@ -63,18 +87,21 @@ def pieces(rank: int, size: int) -> list[int]:
 
 
 @functools.cache
-def plain(cp: int = 1) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+def plain(cp: int = 1, experts: bool = False) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     """Loss and norm of every step, and the final values; the loss is the mean of the ranks' means, as in SMP v2."""
     torch.set_num_threads(1)
-    model = LlamaForCausalLM(config())
-    initialize_(model, init_rules(config(), seed=SEED), seed=SEED)
+    model = AutoModelForCausalLM.from_config(config(experts), dtype=dtype_of(experts))
+    initialize_(model, init_rules(config(experts), seed=SEED), seed=SEED)
     optimizer, scheduler = optimizer_of(model)
     found = []
     for step in range(STEPS):
         ids = rows(step)
-        losses = F.cross_entropy(model(ids).logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+        output = model(ids, **({"output_router_logits": True} if experts else {}))
+        losses = F.cross_entropy(output.logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
         own = [[column for column in pieces(rank, cp) if column < LENGTH - 1] for rank in range(cp)]
         loss = sum(losses[:, columns].mean() for columns in own) / cp
+        if experts:
+            loss = loss + balance_of(model, output.router_logits)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         found.append([loss.item(), norm.item()])
@@ -84,25 +111,27 @@ def plain(cp: int = 1) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     return found, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def build():
+def build(experts: bool = False):
     import torch.sagemaker as tsm
     from accelerate import init_empty_weights
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
     from torch.sagemaker.delayed_param import DelayedParamIniter
+    from torch.sagemaker.moe.moe_config import MoEConfig
     from torch.sagemaker.tensor_parallel.transformer import TransformerLayer
     from torch.sagemaker.utils import utils
 
     set_seed(SEED)
     with utils.timeit(True, "Model creation", dist.get_rank()), init_empty_weights():
-        model = LlamaForCausalLM(config())
-    model = tsm.transform(model, config=None, load_state_dict_from_rank0=False, cp_comm_type="p2p")
+        model = AutoModelForCausalLM.from_config(config(experts), dtype=dtype_of(experts))
+    balance = MoEConfig(moe_load_balancing="aux_loss", moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z)
+    model = tsm.transform(model, config=balance if experts else None, load_state_dict_from_rank0=False, cp_comm_type="p2p")
     initer = DelayedParamIniter(model)
     with initer.validate_params_and_buffers_inited():
         model = FSDP(
             model,
             auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={TransformerLayer}),
-            mixed_precision=MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32),
+            mixed_precision=MixedPrecision(param_dtype=dtype_of(experts), reduce_dtype=dtype_of(experts)),
             sharding_strategy=torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD,
             forward_prefetch=1,
             limit_all_gathers=1,
@@ -226,7 +255,7 @@ def load(model, optimizer, scheduler, folder: str) -> int:
     return state["total_steps"]
 
 
-def _script(folder: str, degrees: dict[str, int], wanted, values) -> None:
+def _script(folder: str, degrees: dict[str, int], wanted, values, experts: bool = False) -> None:
     warnings.simplefilter("ignore")
     importlib.import_module("smp.sagemaker")  # in a process of its own: it changes torch's names
     import torch.sagemaker as tsm
@@ -238,7 +267,7 @@ def _script(folder: str, degrees: dict[str, int], wanted, values) -> None:
         tsm.init()
     sys.argv = ["train.py", "--checkpoint_type", "sharded"]
     tsm.init()
-    model, *rest = build()
+    model, *rest = build(experts)
     found = train(model, *rest, range(STEPS), folder)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-5, atol=0)
     assert sorted(os.listdir(folder)) == ["llama_v2-3steps", "llama_v2-6steps"]
@@ -250,20 +279,20 @@ def _script(folder: str, degrees: dict[str, int], wanted, values) -> None:
     for name, value in final.items():
         torch.testing.assert_close(value, values[name], rtol=1e-4, atol=1e-5)
 
-    model, *rest = build()
+    model, *rest = build(experts)
     done = load(model, *rest, f"{folder}/llama_v2-3steps")
     assert done == SAVED and train(model, *rest, range(done, STEPS), folder) == found[done:]
     if tsm.state.context_parallel_degree > 1:
-        _uncut(model)
+        _uncut(model, experts)
     dist.barrier()
 
 
-def _uncut(model) -> None:
+def _uncut(model, experts: bool) -> None:
     """Batches that are not cut: the same on all ranks of a sequence, or of another length, or with positions."""
     import torch.sagemaker as tsm
 
     torch.manual_seed(0)
-    fresh = tsm.transform(LlamaForCausalLM(config()))
+    fresh = tsm.transform(AutoModelForCausalLM.from_config(config(experts)))
     with pytest.raises(UserError, match=r"gave the same tokens: call model\(\*\*smp\.shard_sequence\(\{'input_ids'"):
         fresh(input_ids=rows(0), labels=rows(0))
     with pytest.raises(UserError, match=r"part of a sequence has 3 tokens: make sequences a multiple of \d long"):
@@ -276,6 +305,12 @@ def _uncut(model) -> None:
 def test_a_script_of_smp_v2_trains_saves_and_resumes_as_a_plain_loop_trains(tmp_path, world, degrees):
     wanted, values = plain(degrees.get("context_parallel_degree", 1))
     run_distributed(_script, str(tmp_path), degrees, wanted, values, world_size=world)
+
+
+@pytest.mark.parametrize(("world", "degrees"), WITH_EXPERTS, ids=str)
+def test_a_script_with_mixtral_trains_saves_and_resumes_as_a_plain_loop_trains(tmp_path, world, degrees):
+    wanted, values = plain(degrees.get("context_parallel_degree", 1), experts=True)
+    run_distributed(_script, str(tmp_path), degrees, wanted, values, True, world_size=world)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smp.axes import divisors, listed
 from smp.config import ParallelConfig
-from smp.errors import ConfigError, UserError
+from smp.delayed_init import from_rank0
+from smp.errors import ConfigError
 from smp.memory.shape import FULL, ModelShape, Workload, splits_tokens
 from smp.mesh import Mesh
 from smp.models.experts import expert_modules
@@ -97,8 +99,8 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     return Traffic([Sent("all_to_all", rows, "ep", times)])
 
 
-def apply(model: nn.Module, setup: Setup) -> None:
-    """Let the experts compute by smp's function, and give each rank of the axis its own."""
+def apply(model: nn.Module, setup: Setup, *, take: bool = False) -> None:
+    """Let the experts compute by smp's function, and give each rank of the axis its own; with ``take`` rank 0's."""
     modules: list[Any] = [module for _, module in expert_modules(model)]
     if not modules or hasattr(model, _APPLIED):
         return
@@ -115,21 +117,33 @@ def apply(model: nn.Module, setup: Setup) -> None:
     for module in modules:
         setattr(module, _GROUP, setup.mesh.roles["ep"].group)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if isinstance(parameter, DTensor):
-                raise UserError(
-                    "expert_parallel_degree splits experts before tensor parallelism splits the rest: call "
-                    "smp.parallelize without smp.transform before it"
-                )
-            split = distribute_tensor(parameter.detach(), over, [Shard(0)], src_data_rank=None)
+            full = parameter.detach()
+            split = _of_rank0(full, over) if take else distribute_tensor(full, over, [Shard(0)], src_data_rank=None)
             setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
 
 
-def check_and_apply(model: nn.Module, setup: Setup) -> None:
-    """Apply it to a script's model.
+def _of_rank0(full: torch.Tensor, over: DeviceMesh) -> DTensor:
+    """Return rank 0's values, split; one expert at a time is sent to all."""
+    device, own = torch.device(over.device_type), len(full) // over.size()
+    first, parts = over.get_local_rank() * own, []
+    for expert, matrix in enumerate(full):
+        values = from_rank0(matrix, device)
+        if first <= expert < first + own:
+            parts.append(values)
+    return DTensor.from_local(torch.stack(parts), over, [Shard(0)], run_check=False)
+
+
+def check_and_apply(model: nn.Module, setup: Setup, *, take: bool = False) -> None:
+    """Apply it to a script's model, unless it has been.
+
+    Args:
+        take: give split experts rank 0's values; collective.
 
     Raises:
         ConfigError: it does not fit the model and the mesh.
     """
+    if hasattr(model, _APPLIED):
+        return
     if found := problems(model.config, setup):
         raise ConfigError(found)
-    apply(model, setup)
+    apply(model, setup, take=take)

@@ -6,11 +6,10 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from smp.delayed_init import refuse_other_numbers
+from smp.delayed_init import from_rank0, refuse_other_numbers
 from smp.errors import ConfigError, UserError, a_type
 from smp.models.attention_support import attention_dropout
 from smp.models.family import Family, tensor_parallel_problems
@@ -52,17 +51,10 @@ def _split_head_of(tp: TPGroup, vocabulary: int, *, full_sequence: bool) -> Spli
     )
 
 
-def _from_rank0(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Broadcast rank 0's values, to ``device``; collective."""
-    values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-    dist.broadcast(values, src=0)
-    return values
-
-
 def take_from_rank0(model: nn.Module, device: torch.device, *, parameters: bool = True) -> None:
     """Give buffers, and parameters, rank 0's values on ``device``; collective.
 
-    Other ranks' tensors may have any values, or be on the meta device.
+    Other ranks' tensors may have any values, or be on the meta device. What is split already stays as it is.
 
     Raises:
         UserError: ranks have unequal numbers of them.
@@ -71,12 +63,14 @@ def take_from_rank0(model: nn.Module, device: torch.device, *, parameters: bool 
     done: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            module._buffers[name] = _from_rank0(buffer, device)
+            module._buffers[name] = from_rank0(buffer, device)
         if not parameters:
             continue
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if isinstance(parameter, DTensor):
+                continue
             if id(parameter) not in done:
-                done[id(parameter)] = nn.Parameter(_from_rank0(parameter.detach(), device), parameter.requires_grad)
+                done[id(parameter)] = nn.Parameter(from_rank0(parameter.detach(), device), parameter.requires_grad)
             module._parameters[name] = done[id(parameter)]
 
 
@@ -99,7 +93,7 @@ class _Distributor:
         tp, shape, stride = self.tp, parameter.shape, parameter.stride()
         full = parameter.detach()
         if self.from_rank0:
-            full = _from_rank0(full, torch.device(tp.device))
+            full = from_rank0(full, torch.device(tp.device))
         if isinstance(placement, Shard):
             first, last = tp.bounds(shape[placement.dim])
             # A copy, so that the unsharded tensor is freed.
