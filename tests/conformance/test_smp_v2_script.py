@@ -125,7 +125,9 @@ def build(experts: bool = False):
     with utils.timeit(True, "Model creation", dist.get_rank()), init_empty_weights():
         model = AutoModelForCausalLM.from_config(config(experts), dtype=dtype_of(experts))
     balance = MoEConfig(moe_load_balancing="aux_loss", moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z)
-    model = tsm.transform(model, config=balance if experts else None, load_state_dict_from_rank0=False, cp_comm_type="p2p")
+    model = tsm.transform(
+        model, config=balance if experts else None, load_state_dict_from_rank0=False, cp_comm_type="p2p"
+    )
     initer = DelayedParamIniter(model)
     with initer.validate_params_and_buffers_inited():
         model = FSDP(

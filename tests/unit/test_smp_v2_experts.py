@@ -11,10 +11,10 @@ import torch
 
 import smp
 from smp import api
-from smp.compat.moe import MoELayer, moe_settings, read_moe_config, script_balance, sharding_advice
+from smp.compat.moe import MoELayer, moe_settings, read_moe_config, sharding_advice
 from smp.compat.state import State
+from smp.config import ParallelConfig
 from smp.errors import UserError
-from smp.fsdp import meshes
 from smp.mesh import lay_out
 from tests.experts import build
 from tests.reference import build_reference
@@ -54,7 +54,7 @@ def test_what_is_not_here_is_refused(values, sentence):
 
 
 def test_transform_takes_the_config_of_a_mixture(mixtral, monkeypatch):
-    current = SimpleNamespace(tp=None, mesh=lay_out(), moe={}, done=set())
+    current = SimpleNamespace(tp=None, mesh=lay_out(), moe={}, done=set(), parallel=ParallelConfig())
     monkeypatch.setattr(api, "_current", current)
     assert smp.transform(mixtral, config=smp.MoEConfig(moe_load_balancing="none")) is mixtral
     assert current.moe == {"moe_load_balancing": "none", "moe_z_loss_coeff": 0.001}
@@ -90,16 +90,15 @@ def test_the_sharding_degree_with_smp_v2s_memory_is_named(mesh, degree):
     assert advice is None if degree is None else advice.endswith(f": hybrid_shard_degree {degree} gives its memory")
 
 
-def test_fsdp_says_that_it_sends_no_tokens(mixtral, monkeypatch, caplog):
-    monkeypatch.setattr(meshes, "_job", lambda: (lay_out(1, 2, ep=2), None, None))
-    meshes.warn_of_experts(torch.nn.Linear(2, 2))
+def test_the_losses_of_a_config_join_the_loss_that_the_model_returns(monkeypatch, caplog):
+    model, ids = build("mixtral", torch.float32), torch.arange(12).view(1, 12)
+    plain = model(ids, labels=ids).loss
+    current = SimpleNamespace(tp=None, mesh=lay_out(), moe={}, done=set(), parallel=ParallelConfig())
+    monkeypatch.setattr(api, "_current", current)
+    smp.transform(model, config=smp.MoEConfig(moe_load_balancing="none", moe_z_loss_coeff=10.0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, labels=ids).loss, plain)
+    assert model(ids, labels=ids).loss > plain + 1
     assert not caplog.text
-    meshes.warn_of_experts(mixtral)
-    assert "expert_parallel_degree 2 sends no tokens: smp.parallelize does" in caplog.text
-
-
-def test_what_a_script_cannot_have_of_a_balance_is_told(caplog):
-    with caplog.at_level("WARNING", logger="smp"):
-        kept = script_balance(moe_settings(smp.MoEConfig()))
-    assert kept.method == "sinkhorn" and "moe_z_loss_coeff has no effect in a script" in caplog.text
-    assert script_balance({}).method == "none"
+    model(ids)
+    assert "no effect with no loss in the model's output: give the model labels" in caplog.text
