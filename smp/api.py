@@ -179,7 +179,7 @@ def transform(
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str | None = None,
 ) -> nn.Module:
-    """Apply expert, tensor and context parallelism to a causal language model of Hugging Face, as SMP v2's ``transform``.
+    """Apply expert, tensor and context parallelism to a causal language model in place, as SMP v2's ``transform``.
 
     At degrees of 1 no layer is split. Shard the result with :func:`parallelize`.
 

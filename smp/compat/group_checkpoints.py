@@ -1,7 +1,8 @@
 """``save_state_dict`` and ``load_state_dict`` of ``torch.distributed.checkpoint`` as SMP v2's torch had them.
 
 SMP v2's scripts write a folder for every tensor-parallel rank, over the process group that its tensors are sharded
-over, where here a tensor is a DTensor over all ranks of the model. And they give the coordinator by its global rank,
+over, where here a tensor is a DTensor over all ranks of the model. They write one for every expert-parallel rank, too,
+whose experts are here over ranks of that group: it has one folder. And they give the coordinator by its global rank,
 where torch now takes its rank in the group.
 """
 
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from smp.errors import UserError
 
+_OF_EXPERTS = re.compile(r"ep\d+-\d+")
 _OF_RANK = re.compile(r"tp(\d+)-\d+")  # the folder of a tensor-parallel rank, as SMP v2's scripts name it
 
 
@@ -33,9 +35,14 @@ def in_group(tensor: DTensor, group: dist.ProcessGroup | None) -> DTensor:
         tensor: of any mesh.
         group: along one axis of it, so that the part is a tensor-parallel rank's; of others, and of None, the tensor
             itself is returned.
+
+    Raises:
+        UserError: ranks outside the group have some of it, as of experts that tensor-parallel ranks split, too.
     """
-    mesh, ranks = tensor.device_mesh, None if group is None else dist.get_process_group_ranks(group)
+    mesh, ranks = tensor.device_mesh, [] if group is None else dist.get_process_group_ranks(group)
     axes = [axis for axis in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(axis)) == ranks]
+    if group is not None and not axes:
+        _require_all_parts(tensor, ranks)
     if group is None or not axes or mesh.ndim == 1:
         return tensor
     placement = tensor.placements[axes[-1]]
@@ -49,6 +56,24 @@ def in_group(tensor: DTensor, group: dist.ProcessGroup | None) -> DTensor:
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )
+
+
+def _require_all_parts(tensor: DTensor, ranks: list[int]) -> None:
+    at = tensor.device_mesh.get_coordinate()
+    assert at is not None
+    split = tuple(at[i] if each.is_replicate() else slice(None) for i, each in enumerate(tensor.placements))
+    if not {*tensor.device_mesh.mesh[split].flatten().tolist()} <= {*ranks}:
+        raise UserError(
+            "a checkpoint of one process group has not all experts, which expert_parallel_degree splits over several: "
+            "save and load without process_group, into one folder; or lower expert_parallel_degree"
+        )
+
+
+def use_folder_of_group(storage: Any) -> None:
+    """Let a reader or writer of an expert-parallel rank's folder use the one above it, which its group shares."""
+    path = getattr(storage, "path", None)
+    if path is not None and _OF_EXPERTS.fullmatch(Path(path).name):
+        storage.path = type(path)(Path(path).parent)
 
 
 def _coordinator(group: dist.ProcessGroup | None, rank: int) -> int:
@@ -65,6 +90,7 @@ def save_state_dict(
     planner: checkpoint.SavePlanner | None = None,
 ) -> checkpoint.Metadata:
     """Save what a group's ranks hold; collective. Arguments are torch's, ``coordinator_rank`` is a global rank."""
+    use_folder_of_group(storage_writer)
     own = tree_map_only(DTensor, lambda tensor: in_group(tensor, process_group), state_dict)
     return _save(own, storage_writer, process_group, _coordinator(process_group, coordinator_rank), no_dist, planner)
 
@@ -94,6 +120,7 @@ def load_state_dict(
     Raises:
         UserError: the folders are those of another tensor-parallel degree.
     """
+    use_folder_of_group(storage_reader)
     if (path := getattr(storage_reader, "path", None)) is not None:
         _refuse_other_degree(Path(path))
     full: dict[int, DTensor] = {}

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from smp import log as logs
-from smp.compat.group_checkpoints import in_group, load_state_dict
+from smp.compat.group_checkpoints import in_group, load_state_dict, use_folder_of_group
 from smp.environment import read_launch
 from smp.errors import UserError
 
@@ -262,6 +262,7 @@ def load_sharded_optimizer_state_dict(
     """
     if any(type(value).__name__ == "ShardedTensor" for value in model_state_dict.values()):  # of torch's FSDP1
         return _load_sharded_tensors(model_state_dict, optimizer_key, storage_reader, planner)
+    use_folder_of_group(storage_reader)
     metadata = storage_reader.read_metadata()
     state: dict[str, Any] = {}
     for key, saved in metadata.state_dict_metadata.items():

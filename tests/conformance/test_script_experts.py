@@ -12,6 +12,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 import smp
+from smp.compat.group_checkpoints import in_group
 from smp.errors import UserError
 from smp.fsdp import meshes
 from smp.mesh import lay_out
@@ -145,3 +146,16 @@ def test_fsdp_says_that_it_sends_no_tokens(monkeypatch, caplog):
     assert not caplog.text
     meshes.warn_of_experts(mixtral)
     assert "expert_parallel_degree 2 has no effect: FSDP shards and gathers these experts" in caplog.text
+
+
+def _group_without_all_experts() -> None:
+    mesh = smp.init({"tensor_parallel_degree": 2, "expert_parallel_degree": 4})
+    model = _wrap_units(smp.transform(build("mixtral")))
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert in_group(model.get_parameter(name), None) is model.get_parameter(name)
+    with pytest.raises(UserError, match="has not all experts, .*: save and load without process_group"):
+        in_group(model.get_parameter(name), mesh.shard.group)
+
+
+def test_a_checkpoint_of_a_group_without_all_experts_is_refused():
+    run_distributed(_group_without_all_experts, world_size=4)

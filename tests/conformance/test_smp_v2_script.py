@@ -198,8 +198,11 @@ def group_of(model):
 def of_rank(folder: str) -> str:
     import torch.sagemaker as tsm
 
-    degree = tsm.state.tensor_parallel_degree
-    return os.path.join(folder, f"tp{degree}-{tsm.state.tp_rank}") if degree > 1 else folder
+    if (degree := tsm.state.tensor_parallel_degree) > 1:
+        folder = os.path.join(folder, f"tp{degree}-{tsm.state.tp_rank}")
+    if (degree := tsm.state.expert_parallel_degree) > 1:
+        folder = os.path.join(folder, f"ep{degree}-{tsm.state.ep_rank}")
+    return folder
 
 
 def save(model, optimizer, scheduler, folder: str, step: int) -> None:

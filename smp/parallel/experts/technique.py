@@ -119,7 +119,8 @@ def apply(model: nn.Module, setup: Setup, *, take: bool = False) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             full = parameter.detach()
             split = _of_rank0(full, over) if take else distribute_tensor(full, over, [Shard(0)], src_data_rank=None)
-            setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+            # A script's init_empty_weights would move what is registered to the meta device.
+            module._parameters[name] = nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
 def _of_rank0(full: torch.Tensor, over: DeviceMesh) -> DTensor:
