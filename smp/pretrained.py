@@ -19,8 +19,9 @@ from smp.local_shards import local_part
 from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
 from smp.models.file_keys import FileKey, one_tensor
-from smp.models.file_names import buffers_of, parameters_of
+from smp.models.file_names import FileNames, buffers_of, parameters_of
 from smp.models.registry import family_of
+from smp.models.text_part import names_in
 from smp.models.weight_files import INDEX, find_weights, weight_map
 
 logger = logging.getLogger(__name__)
@@ -53,24 +54,26 @@ def _equal(first: Entry, second: Entry) -> bool:
         return all(torch.equal(a[row : row + _ROWS], b[row : row + _ROWS]) for row in range(0, a.get_shape()[0], _ROWS))
 
 
-def _expected(family: Family, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[_Box]]:
+def _expected(names: FileNames, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[_Box]]:
     """Return what the tensors of the files are, by the names that their keys are read as."""
     found: dict[str, list[_Box]] = {}
     for name, shape in shapes.items():
-        for row in family.file_names.module_keys(name, shape):
+        for row in names.module_keys(name, shape):
             found.setdefault(row.key, []).append((name, row))
     for name, shape in shapes.items():  # some files have as one tensor what others have in pieces
         found.setdefault(name, [(name, one_tensor(name, shape))])
     return found
 
 
-def _owners(key: str, family: Family, expected: Mapping[str, list[_Box]]) -> list[_Box]:
+def _owners(key: str, names: FileNames, base: str, expected: Mapping[str, list[_Box]]) -> list[_Box]:
     """Return what a key of the files is; files of a model without its head leave out where that is."""
-    name = family.file_names.module_key(key)
-    return expected.get(name) or expected.get(f"{family.base}.{name}", [])
+    name = names.module_key(key)
+    return expected.get(name) or expected.get(f"{base}.{name}", [])
 
 
-def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]) -> tuple[_Plan, list[str]]:
+def _match_keys(
+    model: nn.Module, family: Family, in_files: FileNames, files: dict[str, pathlib.Path]
+) -> tuple[_Plan, list[str]]:
     """Find the keys of parameters and buffers. A tied one may be in the files once or, with the same values, twice."""
     parameters, added = parameters_of(model, remove_duplicate=False), added_parameters(model)
     canonical = {id(parameter): name for name, parameter in parameters_of(model).items()}
@@ -78,20 +81,20 @@ def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]
     tensors = {name: parameters[name] for name in names} | dict(buffers_of(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: how.shape for name, how in encoded_parameters(model).items()}
-    expected, problems, unexpected = _expected(family, shapes), [], []
+    expected, problems, unexpected = _expected(in_files, shapes), [], []
     plan: dict[str, dict[FileKey, Entry]] = {}
     for key, file in files.items():
-        owners = _owners(key, family, expected)
+        owners = _owners(key, in_files, family.base, expected)
         for owner, row in owners:
             entry = row._replace(key=key), file
             twin = plan.setdefault(names.get(owner, owner), {}).setdefault(row._replace(key=""), entry)
             if twin != entry and not _equal(twin, entry):
                 problems.append(f"{twin[0].key} and {key} differ, but the model ties them: use --tie_word_embeddings 0")
-        if not owners and not family.file_names.ignored(key):
+        if not owners and not in_files.ignored(key):
             unexpected.append(key)
     missing: dict[str, str] = {}  # by key in the files
     for name in dict.fromkeys(names.get(name, name) for name in shapes):
-        rows, found = family.file_names.keys(name, shapes[name]), plan.get(name, {})
+        rows, found = in_files.keys(name, shapes[name]), plan.get(name, {})
         if one_tensor("", shapes[name]) not in found:
             missing |= {row.key: name for row in rows if row._replace(key="") not in found}
         elif len(found) > 1:
@@ -145,14 +148,16 @@ def base_dtypes(tensors: Mapping[str, torch.Tensor], hf_config: Any, weights: pa
     from safetensors import SafetensorError, safe_open
 
     family, usual = family_of(hf_config), getattr(hf_config, "dtype", None)
-    expected = _expected(family, {name: tensor.shape for name, tensor in tensors.items()})
+    names = names_in(weights, family)
+    expected = _expected(names, {name: tensor.shape for name, tensor in tensors.items()})
     found = dict.fromkeys(tensors, usual) if isinstance(usual, torch.dtype) else {}
     with contextlib.suppress(UserError, OSError, SafetensorError):
         for file in sorted(set(weight_map(weights).values())):
             with safe_open(file, framework="pt") as content:
                 for key in content.keys():  # noqa: SIM118
                     if (dtype := content.get_slice(key).get_dtype()) in _DTYPES:
-                        found |= dict.fromkeys((owner for owner, _ in _owners(key, family, expected)), _DTYPES[dtype])
+                        owners = _owners(key, names, family.base, expected)
+                        found |= dict.fromkeys((owner for owner, _ in owners), _DTYPES[dtype])
     return found
 
 
@@ -166,10 +171,11 @@ def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> 
         UserError: as :func:`load_pretrained_`.
     """
     family = family_of(hf_config)
-    family.file_names.check(weights, "train from initial values")
+    names = names_in(weights, family)
+    names.check(weights, "train from initial values")
     if (file := find_weights(weights)).name != INDEX and weights.is_dir() and (weights / INDEX).exists():
         logger.warning("%s is read, and not %s beside it, as transformers does: delete the older one", file, INDEX)
-    plan, problems = _match_keys(model, family, weight_map(weights))
+    plan, problems = _match_keys(model, family, names, weight_map(weights))
     tensors = {**parameters_of(model), **dict(buffers_of(model))}
     tensors |= {n: torch.empty(how.shape, device="meta") for n, how in encoded_parameters(model).items()}
     problems += _check_tensors(tensors, plan)
@@ -180,8 +186,9 @@ def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> 
 
 def read_rows(weights: pathlib.Path, family: Family, name: str, rows: Sequence[int]) -> torch.Tensor | None:
     """Return rows of a matrix in the files, ``(rows, columns)``, by its name in the model; None: they have none."""
+    names = names_in(weights, family)
     for key, file in weight_map(weights).items():
-        found = family.file_names.module_key(key)
+        found = names.module_key(key)
         if name in (found, f"{family.base}.{found}"):
             return _rows(key, file, rows)
     return None

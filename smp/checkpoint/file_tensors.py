@@ -85,6 +85,19 @@ def passed_tensors(weights: Path, names: FileNames) -> list[FileTensor]:
     return found
 
 
+def with_passed(tensors: Iterable[FileTensor], weights: Path, names: FileNames) -> list[FileTensor]:
+    """Return the tensors of an export with those of pretrained files that it has as they are.
+
+    The former under the keys of those files, which may be of an older form than transformers writes.
+
+    Raises:
+        UserError: as :func:`passed_tensors`.
+    """
+    keys = {names.module_key(key): key for key in weight_map(weights) if not names.passes(key)}
+    own = [each._replace(key=keys.get(names.module_key(each.key), each.key)) for each in tensors]
+    return [*own, *passed_tensors(weights, names)]
+
+
 def in_files(tensors: Iterable[FileTensor], max_shard_bytes: int) -> dict[str, list[FileTensor]]:
     """Return tensors by file, in order, each file at most ``max_shard_bytes`` or one tensor."""
     groups: list[list[FileTensor]] = [[]]

@@ -1,0 +1,93 @@
+"""The text model in a vision-language directory: read, trained and written back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+import smp
+from smp.checkpoint.hf_export import export_hf
+from smp.errors import UserError
+from smp.models.model_config import ModelConfig, resolve_model
+from smp.models.registry import build_model
+from smp.pretrained import load_pretrained_
+from tests import wholes
+
+IDS = torch.randint(0, 90, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def _read(directory):
+    model = resolve_model(ModelConfig(hf_pretrained_model_name_or_dir=str(directory)))
+    text = build_model(model.hf_config, attn_implementation=None)
+    load_pretrained_(text, directory, hf_config=model.hf_config)
+    return text
+
+
+def _logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", wholes.KINDS)
+def test_the_text_model_computes_as_the_larger_one_and_is_written_back_into_it(tmp_path, kind):
+    directory = wholes.save_whole(kind, tmp_path / "whole")
+    text = _read(directory)
+    whole = AutoModelForImageTextToText.from_pretrained(directory)
+    assert torch.equal(_logits(text), _logits(whole))
+    with torch.no_grad():
+        for parameter in text.parameters():
+            parameter.add_(0.01)
+    export_hf(text, tmp_path / "out", weights=directory)
+    again, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    torch.testing.assert_close(_logits(again), _logits(text))
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert before.keys() == after.keys()
+    same = {key for key in before if torch.equal(before[key], after[key])}
+    buffers = {key for key in same if key.endswith("layer_scalar")}  # Gemma 4's, of the text model
+    assert same - buffers and all("vis" in key or "multi_modal" in key for key in same - buffers), same
+    assert (tmp_path / "out/preprocessor_config.json").read_bytes() == (
+        directory / "preprocessor_config.json"
+    ).read_bytes()
+    config, original = (json.loads((d / "config.json").read_text()) for d in (tmp_path / "out", directory))
+    assert config["architectures"] == original["architectures"] and config["vision_config"] == original["vision_config"]
+
+
+def test_the_text_model_alone_is_written_where_that_is_asked_for(tmp_path):
+    directory = wholes.save_whole("gemma3", tmp_path / "whole")
+    text = _read(directory)
+    export_hf(text, tmp_path / "out", weights=directory, text_only=True)
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()) and type(again) is type(text)
+    assert torch.equal(_logits(again), _logits(text))
+    assert not (tmp_path / "out/preprocessor_config.json").exists()
+
+
+def test_a_script_reads_and_writes_the_larger_model(tmp_path):
+    directory = wholes.save_whole("mistral3", tmp_path / "whole")
+    text = _read(directory)
+    again = smp.load_pretrained(build_model(text.config, attn_implementation=None), directory)
+    smp.export_hf(again, tmp_path / "out")
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_files_of_an_older_form_keep_their_keys_and_tensors_that_no_model_reads(tmp_path):
+    directory = wholes.save_whole("qwen3_5", tmp_path / "whole")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["mtp.norm.weight"] = torch.arange(4.0)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    export_hf(_read(directory), tmp_path / "out", weights=directory)
+    after = load_file(tmp_path / "out/model.safetensors")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[key], tensors[key]) for key in after)
+
+
+def test_a_larger_model_with_another_text_model_is_refused(tmp_path):
+    directory = wholes.save_whole("mistral3", tmp_path / "whole")
+    text = build_model(wholes.build_whole("gemma3").config.text_config, attn_implementation=None)
+    with pytest.raises(UserError, match="is of a mistral3 model, whose text model is of type 'mistral'"):
+        smp.load_pretrained(text, directory)
