@@ -74,8 +74,8 @@ class CheckpointConfig(Section):
     )
     export_text_only: bool = setting(
         False,
-        "Of a text model that was finetuned from a directory of a larger one, as of vision and language, write the text "
-        "model alone. Default: the larger model, with all else as it was.",
+        "Of a text model that was finetuned from a directory of a larger one, such as a vision-language model, write "
+        "the text model alone. Default: the larger model, with all else as it was.",
     )
     model_dir: str | None = setting(
         None, "Directory or URL where --save_final_model 1 writes to. Default: <output_dir>/final."

@@ -6,16 +6,19 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import smp
+import smp.cli
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import UserError
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model
 from smp.pretrained import load_pretrained_
 from tests import wholes
+from tests.job import losses, run_job
 
 IDS = torch.randint(0, 90, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -91,3 +94,28 @@ def test_a_larger_model_with_another_text_model_is_refused(tmp_path):
     text = build_model(wholes.build_whole("gemma3").config.text_config, attn_implementation=None)
     with pytest.raises(UserError, match="is of a mistral3 model, whose text model is of type 'mistral'"):
         smp.load_pretrained(text, directory)
+
+
+def test_a_job_trains_the_text_model_and_writes_the_larger_one(tmp_path):
+    directory, rows = wholes.save_whole("gemma3", tmp_path / "whole"), IDS.repeat(2, 1).tolist()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    outcome = run_job(
+        "--hf_pretrained_model_name_or_dir", directory, "--training_dir", tmp_path / "data", "--max_context_width", 12,
+        "--output_dir", tmp_path / "run", "--max_steps", 2, "--train_batch_size", 2, "--lr", 0.01,
+        "--checkpoint_freq", 2, "--save_final_model", 1, world_size=2,
+    ).succeeded()  # fmt: skip
+    assert "AutoModelForImageTextToText.from_pretrained loads it" in outcome.output
+    whole = AutoModelForImageTextToText.from_pretrained(directory)
+    assert losses(tmp_path / "run")[0] == pytest.approx(_loss(whole), rel=1e-5)
+    trained, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "run/final", output_loading_info=True)
+    assert not any(report.values()) and _loss(trained) < losses(tmp_path / "run")[1]
+    assert smp.cli.main(["export", str(tmp_path / "run/checkpoints/latest"), str(tmp_path / "again")]) == 0
+    first, second = load_file(tmp_path / "run/final/model.safetensors"), load_file(tmp_path / "again/model.safetensors")
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def _loss(model) -> float:
+    with torch.no_grad():
+        logits = model.eval()(input_ids=IDS, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten()).item()
