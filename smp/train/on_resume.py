@@ -48,7 +48,7 @@ _ON_RESUME = {
         model model_type initializer_range max_context_width attn_implementation finetune pretrained_model_name
         finetune_checkpoint_load_dir pretrained_checkpoint_file hf_pretrained_model_name_or_dir moe num_experts_per_tok
         num_local_experts moe_load_balancing moe_aux_loss_coeff moe_z_loss_coeff moe_bias_update_rate
-        global_token_shuffle train_on chat_template overlong max_samples
+        global_token_shuffle train_on chat_template overlong pack max_samples
         validation_split dataset_name dataset_config_name dataset_split use_synthetic_data synthetic_samples
         training_dir test_dir zipped_data tokenizer_name_or_dir text_document_separator shuffle_data document_mask seed
         deterministic stochastic_rounding weight_decay beta1 beta2 adam_eps muon_momentum muon_nesterov muon_adjust_lr
