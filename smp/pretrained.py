@@ -21,6 +21,7 @@ from smp.models.family import Family
 from smp.models.file_keys import FileKey, one_tensor
 from smp.models.file_names import FileNames, buffers_of, parameters_of
 from smp.models.registry import family_of
+from smp.models.stored_weights import open_weights
 from smp.models.text_part import names_in
 from smp.models.weight_files import INDEX, find_weights, weight_map
 
@@ -45,9 +46,7 @@ def _some(names: Iterable[str]) -> str:
 
 def _equal(first: Entry, second: Entry) -> bool:
     """Return True if two tensors of the files hold the same values; in bounded memory."""
-    from safetensors import safe_open
-
-    with safe_open(first[1], framework="pt") as one, safe_open(second[1], framework="pt") as other:
+    with open_weights(first[1]) as one, open_weights(second[1]) as other:
         a, b = one.get_slice(first[0].key), other.get_slice(second[0].key)
         if a.get_shape() != b.get_shape():
             return False
@@ -111,14 +110,12 @@ def _match_keys(
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], plan: _Plan) -> list[str]:
     """Compare shapes and dtypes from the files' headers; logs a conversion."""
-    from safetensors import safe_open
-
     shapes, dtypes, conversions = [], [], set()
     boxes = sorted(
         ((file, name, row) for name, entries in plan.items() for row, file in entries), key=operator.itemgetter(0)
     )
     for file, in_file in itertools.groupby(boxes, operator.itemgetter(0)):
-        with safe_open(file, framework="pt") as content:
+        with open_weights(file) as content:
             for _, name, row in in_file:
                 header = content.get_slice(row.key)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
@@ -145,7 +142,7 @@ def base_dtypes(tensors: Mapping[str, torch.Tensor], hf_config: Any, weights: pa
         tensors: parameters and saved buffers by name; those that neither says are left out.
         weights: they may not be there any more.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     family, usual = family_of(hf_config), getattr(hf_config, "dtype", None)
     names = names_in(weights, family)
@@ -153,9 +150,10 @@ def base_dtypes(tensors: Mapping[str, torch.Tensor], hf_config: Any, weights: pa
     found = dict.fromkeys(tensors, usual) if isinstance(usual, torch.dtype) else {}
     with contextlib.suppress(UserError, OSError, SafetensorError):
         for file in sorted(set(weight_map(weights).values())):
-            with safe_open(file, framework="pt") as content:
+            with open_weights(file) as content:
                 for key in content.keys():  # noqa: SIM118
-                    if (dtype := content.get_slice(key).get_dtype()) in _DTYPES:
+                    stored = content.get_slice(key)
+                    if (dtype := stored.get_dtype()) in _DTYPES and not stored.is_decoded:
                         owners = _owners(key, names, family.base, expected)
                         found |= dict.fromkeys((owner for owner, _ in owners), _DTYPES[dtype])
     return found
@@ -195,9 +193,7 @@ def read_rows(weights: pathlib.Path, family: Family, name: str, rows: Sequence[i
 
 
 def _rows(key: str, file: pathlib.Path, rows: Sequence[int]) -> torch.Tensor:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as content:
+    with open_weights(file) as content:
         matrix = content.get_slice(key)
         return torch.cat([matrix[row : row + 1] for row in rows])
 
@@ -208,10 +204,8 @@ def read_tensor(entries: Sequence[Entry]) -> torch.Tensor:
     Args:
         entries: of the parameter, as :func:`find_tensors` returns them.
     """
-    from safetensors import safe_open
-
     row, file = entries[0]
-    with safe_open(file, framework="pt") as content:
+    with open_weights(file) as content:
         if len(entries) == 1 and row == one_tensor(row.key, row.shape):
             return content.get_tensor(row.key)
         dtype = _DTYPES[content.get_slice(row.key).get_dtype()]
@@ -225,13 +219,11 @@ def read_tensor(entries: Sequence[Entry]) -> torch.Tensor:
 
 def _fill(local: torch.Tensor, offsets: tuple[int, ...], entries: Sequence[Entry]) -> None:
     """Read a shard of a parameter, and no more: a file is opened once for all that the shard has of it."""
-    from safetensors import safe_open
-
     overlaps = ((file, row, row.overlap(offsets, local.shape)) for row, file in entries)
     wanted = [(file, row, both) for file, row, both in overlaps if both is not None]
     for file in dict.fromkeys(file for file, *_ in wanted):
         # Opened for each parameter: what was read of a mapped file counts as this process's memory until it is closed.
-        with safe_open(file, framework="pt") as content:
+        with open_weights(file) as content:
             for _, row, (inside, source) in (each for each in wanted if each[0] == file):
                 local[inside].copy_(row.in_order(content.get_slice(row.key)[source]))
 

@@ -42,6 +42,8 @@ class ModelTensors:
             keys = weight_map(directory / WEIGHTS)
             names, prefix = {key: NAMES.module_key(key) for key in keys}, "model."
         else:
+            if "quantization_config" in content:
+                raise UserError(f"{path} is of quantized weights, which are not compared: give an export of the model")
             family = family_of(config_from(path, content))
             in_files = names_in(directory, family)
             in_files.check(directory, "give a checkpoint", names_alone=True)

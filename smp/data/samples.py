@@ -130,7 +130,8 @@ class PackedSamples(RowSource):
         self.numbers = chosen
         self._uncut = chosen[self._lengths[chosen] == lengths[chosen]]
         one_each = np.arange(len(chosen)), np.arange(len(chosen) + 1)
-        members, self._offsets = best_fit(self._lengths[chosen], sequence_length) if pack else one_each
+        members, offsets = best_fit(self._lengths[chosen], sequence_length) if pack else one_each
+        self._offsets: np.ndarray = offsets
         self._members = chosen[members]
         alone = () if pack else ("one each",)
         self.fingerprint = digest_of(fingerprint, sequence_length, dataclasses.astuple(choice), *alone)

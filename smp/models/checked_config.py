@@ -11,7 +11,10 @@ import torch
 from smp.errors import UserError, one_line
 from smp.models.hf_values import number, range_problems
 from smp.models.meta_model import count_parameters
+from smp.models.stored_weights import FORMATS, METHODS
 from smp.models.text_part import is_whole, text_config
+
+_LEFT_OUT = ("auto_map", "quantization_config")
 
 
 def _class_of(where: object, content: Mapping[str, Any]) -> Any:
@@ -52,8 +55,10 @@ def config_from(where: object, content: Mapping[str, Any]) -> Any:
     """
     known = _class_of(where, content)
     # Of a type that transformers knows its own class is built, and an export holds no such code.
-    content = {key: value for key, value in content.items() if key != "auto_map"}
-    text = content.get("text_config")
+    # Quantised weights are read as what they stand for.
+    content = {key: value for key, value in content.items() if key not in _LEFT_OUT}
+    if isinstance(text := content.get("text_config"), dict):
+        content["text_config"] = text = {key: value for key, value in text.items() if key not in _LEFT_OUT}
     problems = range_problems(content, known.attribute_map)
     problems += range_problems(text, known.attribute_map) if isinstance(text, dict) else []
     if problems:
@@ -67,6 +72,22 @@ def config_from(where: object, content: Mapping[str, Any]) -> Any:
     return text_config(where, hf_config) if is_whole(known, content) else hf_config
 
 
+def _check_quantised(where: object, found: Any) -> None:
+    """Check that weights are stored in a form that is read.
+
+    Raises:
+        UserError: naming the form.
+    """
+    found = found if isinstance(found, dict) else {}
+    method, form = found.get("quant_method"), found.get("format", "float-quantized")
+    if method not in METHODS or (method == "compressed-tensors" and form not in FORMATS):
+        shown = f"{method} {form}" if method == "compressed-tensors" else str(method)[:40]
+        raise UserError(
+            f"{where} describes weights that are quantized as {shown!r}, and only fp8 and mxfp4 are read: use the "
+            f"model's full weights"
+        )
+
+
 def _refusal(where: object, error: Exception) -> UserError:
     return UserError(f"{where} is refused by transformers ({one_line(error)}): mend it or give another directory")
 
@@ -75,10 +96,11 @@ def checked_config(where: object, content: Mapping[str, Any]) -> Any:
     """Return a configuration from which a model can be built and trained; nothing in it is run or fetched.
 
     Raises:
-        UserError: as :func:`config_from`; or it is of quantised weights, or no supported model can be built.
+        UserError: as :func:`config_from`; or its weights are in a form that is not read, or no model can be built.
     """
-    if content.get("quantization_config") is not None:
-        raise UserError(f"{where} describes quantized weights, which cannot be trained: use the model's full weights")
+    for each in (content, content.get("text_config")):
+        if isinstance(each, dict) and (found := each.get("quantization_config")) is not None:
+            _check_quantised(where, found)
     hf_config = config_from(where, content)
     try:
         count_parameters(hf_config)
