@@ -268,6 +268,15 @@ def _publish(partial: pathlib.Path, directory: pathlib.Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _tied_as_weights(hf_config: Any, family: Family, parameters: Mapping[str, torch.Tensor]) -> Any:
+    """Return the config, without a tie that the weights do not have: from_pretrained would tie what differs."""
+    untied = {f"{family.embedding}.weight", f"{family.head}.weight"} <= parameters.keys()
+    if untied and getattr(hf_config, "tie_word_embeddings", False):
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.tie_word_embeddings = False
+    return hf_config
+
+
 def _whole_of(weights: pathlib.Path | str | None) -> tuple[dict[str, Any] | None, dict[str, pathlib.Path]]:
     """Return the config.json of the larger model that weights are of, and the files beside it; None: there is none."""
     if weights is None:
@@ -349,10 +358,7 @@ def export_hf(
     names.check(directory, "have transformers' save_pretrained write it")
     files, apart = _planned(parameters, added, names, dtype=dtype, weights=weights, max_shard_bytes=max_shard_bytes)
     main_dtype = stored(*next(iter(parameters.items())), dtype)
-    untied = {f"{family.embedding}.weight", f"{family.head}.weight"} <= parameters.keys()
-    if untied and getattr(hf_config, "tie_word_embeddings", False):
-        hf_config = copy.deepcopy(hf_config)
-        hf_config.tie_word_embeddings = False  # as the weights are: from_pretrained would tie what differs
+    hf_config = _tied_as_weights(hf_config, family, parameters)
 
     with contextlib.ExitStack() as stack:
 

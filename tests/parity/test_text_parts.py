@@ -96,21 +96,24 @@ def test_a_larger_model_with_another_text_model_is_refused(tmp_path):
         smp.load_pretrained(text, directory)
 
 
-def test_a_job_trains_the_text_model_and_writes_the_larger_one(tmp_path):
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_job_trains_the_text_model_and_writes_the_larger_one(tmp_path, alone):
     directory, rows = wholes.save_whole("gemma3", tmp_path / "whole"), IDS.repeat(2, 1).tolist()
     (tmp_path / "data").mkdir()
     (tmp_path / "data/rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     outcome = run_job(
         "--hf_pretrained_model_name_or_dir", directory, "--training_dir", tmp_path / "data", "--max_context_width", 12,
         "--output_dir", tmp_path / "run", "--max_steps", 2, "--train_batch_size", 2, "--lr", 0.01,
-        "--checkpoint_freq", 2, "--save_final_model", 1, world_size=2,
+        "--checkpoint_freq", 2, "--save_final_model", 1, "--export_text_only", alone, world_size=2,
     ).succeeded()  # fmt: skip
-    assert "AutoModelForImageTextToText.from_pretrained loads it" in outcome.output
+    loads = AutoModelForCausalLM if alone else AutoModelForImageTextToText
+    assert f"{loads.__name__}.from_pretrained loads it" in outcome.output
     whole = AutoModelForImageTextToText.from_pretrained(directory)
     assert losses(tmp_path / "run")[0] == pytest.approx(_loss(whole), rel=1e-5)
-    trained, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "run/final", output_loading_info=True)
+    trained, report = loads.from_pretrained(tmp_path / "run/final", output_loading_info=True)
     assert not any(report.values()) and _loss(trained) < losses(tmp_path / "run")[1]
-    assert smp.cli.main(["export", str(tmp_path / "run/checkpoints/latest"), str(tmp_path / "again")]) == 0
+    words = ["export", str(tmp_path / "run/checkpoints/latest"), str(tmp_path / "again"), *["--text_only"][:alone]]
+    assert smp.cli.main(words) == 0
     first, second = load_file(tmp_path / "run/final/model.safetensors"), load_file(tmp_path / "again/model.safetensors")
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
