@@ -62,8 +62,8 @@ _ON_RESUME = {
         validation_freq validation_batches val_batch_size fast_validation evaluate_only preserve_np_state output_dir
         same_seed framework dry_run dry_run_world_size plan gc_freq profile_nsys checkpoint_freq checkpoint_overhead
         num_kept_checkpoints keep_best checkpoint_dir checkpoint_type verify_checkpoint read_back on_save_error
-        resume_from_checkpoint checkpoint_cache_dir reset_progress save_final_model dtype model_dir export_text_only logging_freq
-        logging_freq_for_avg log_reduced_training_loss tensorboard_dir report_to project run_name
+        resume_from_checkpoint checkpoint_cache_dir reset_progress save_final_model dtype model_dir export_text_only
+        logging_freq logging_freq_for_avg log_reduced_training_loss tensorboard_dir report_to project run_name
         enable_memory_profiling memory_profiling_all_ranks memory_snapshot comm_report nccl_test_log sharding_strategy
         hybrid_shard_degree tensor_parallel_degree sequence_parallel tp_save_gathered tp_overlap
         context_parallel_degree expert_parallel_degree use_smp_implementation cp_comm_type cp_load_balance
