@@ -153,7 +153,7 @@ def _group_without_all_experts() -> None:
     model = _wrap_units(smp.transform(build("mixtral")))
     name = "model.layers.1.mlp.experts.down_proj"
     assert in_group(model.get_parameter(name), None) is model.get_parameter(name)
-    with pytest.raises(UserError, match="has not all experts, .*: save and load without process_group"):
+    with pytest.raises(UserError, match=r"has not all experts, .*: save and load without process_group"):
         in_group(model.get_parameter(name), mesh.shard.group)
 
 
