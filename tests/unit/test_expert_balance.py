@@ -8,21 +8,18 @@ import re
 import pytest
 import torch
 
-from smp.config import Settings
 from smp.errors import ConfigError
-from smp.mesh import lay_out
+from smp.mesh import Role
 from smp.models.experts import expert_modules
-from smp.models.registry import family_of
 from smp.parallel.experts.balance import router_of
-from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.experts.selection import CHOOSE, by_position, replace, sinkhorn
-from smp.parallel.parallelize import find_problems
-from smp.parallel.technique import Setup
+from smp.parallel.experts.tokens import Tokens, find_tokens
 from smp.train.checked_job import _needs_of_settings
 from tests import experts
 from tests.flags import SYNTHETIC, parse, plan_of
 from tests.job import LLAMA, run_job
 
+ONE = Role(1)
 ACCUMULATED = ["--gradient_accumulation_steps", 2]
 CASES = {
     "aux_loss over micro-batches": (
@@ -46,12 +43,6 @@ def test_refused_by_one_sentence(case, tmp_path):
     assert len(refused.value.problems) == 1
 
 
-def test_selections_over_a_sequence_refuse_to_split_it():
-    config, settings = experts.config_of("mixtral"), Settings((ExpertsConfig(moe_load_balancing="sinkhorn"),))
-    (sentence,) = find_problems(config, Setup(family_of(config), lay_out(1, 2, cp=2), settings))
-    assert re.search("sinkhorn.*--context_parallel_degree 2 splits: use --moe_load_balancing sequence", sentence)
-
-
 def test_pairs_have_no_loss_of_tokens():
     words = ["--dpo", 1, "--moe_z_loss_coeff", 0.1]
     found = _needs_of_settings(parse([*LLAMA, *SYNTHETIC, *words]), torch.device("cpu"))
@@ -72,15 +63,31 @@ def test_a_job_logs_the_tokens_of_each_expert(tmp_path):
         assert 0 < line["experts/entropy"] <= 1
 
 
+def tokens_of(batch: int, length: int, tp: Role = ONE) -> Tokens:
+    return find_tokens(torch.zeros(batch, length), None, ONE, tp)
+
+
 def test_sinkhorn_normalises_each_sequence_by_itself():
     logits = torch.randn(3, 16, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = sinkhorn(torch.stack([logits[0], 5 * logits[1], logits[2] / 9]))
-    torch.testing.assert_close(found[1:2], sinkhorn(5 * logits[1:2]), rtol=0, atol=0)
+    three = torch.stack([logits[0], 5 * logits[1], logits[2] / 9])
+    found = sinkhorn(three.view(-1, 4), tokens_of(3, 16)).view(3, 16, 4)
+    torch.testing.assert_close(found[1], sinkhorn(three[1], tokens_of(1, 16)), rtol=0, atol=0)
     assert found.sum(1) == pytest.approx(torch.full((3, 4), 0.25), abs=1e-3)
 
 
 def test_a_token_has_the_experts_of_its_position():
-    assert by_position(torch.zeros(2, 3, 4), 2).tolist() == [[[0, 1], [1, 2], [2, 3]]] * 2
+    assert by_position(torch.zeros(6, 4), 2, tokens_of(2, 3)).tolist() == [[0, 1], [1, 2], [2, 3]] * 2
+
+
+def test_tensor_parallel_ranks_have_consecutive_tokens_of_the_flattened_batch():
+    """Of 3 sequences of 3 tokens, and one of padding."""
+    ranks = [tokens_of(3, 3, Role(2, rank)) for rank in range(2)]
+    assert [each.sequences.tolist() for each in ranks] == [[0, 0, 0, 0, 1, 1], [1, 1, 2, 2, 2, 2]]
+    assert torch.cat([each.positions for each in ranks]).tolist() == [0, 1, 2, 3] * 3
+    assert torch.cat([each.counted for each in ranks]).tolist() == [True, True, True, False] * 3
+    values = torch.arange(6.0).unsqueeze(1)
+    assert [each.add_up(values).flatten().tolist() for each in ranks] == [[3, 9, 0], [0, 0, 9]]
+    assert tokens_of(3, 4, Role(2, 1)).counted is None
 
 
 @pytest.mark.parametrize("kind", experts.KINDS)
@@ -91,10 +98,10 @@ def test_every_router_weighs_what_is_chosen_for_it(kind, method):
     router = router_of(model.get_submodule(path.rpartition(".")[0]), module)
     hidden = torch.randn(12, 32)
     own_logits, own_weights, own = router(hidden)
-    replace(router, lambda logits, top: own.view(2, 6, -1), experts.EXPERTS, lambda: 2)
+    replace(router, lambda logits, top, tokens: own, experts.EXPERTS, lambda: tokens_of(2, 6))
     logits, weights, index = router(hidden)
     assert torch.equal(logits, own_logits) and torch.equal(weights, own_weights) and torch.equal(index, own)
     del router.forward
-    replace(router, CHOOSE[method], experts.EXPERTS, lambda: 2)
+    replace(router, CHOOSE[method], experts.EXPERTS, lambda: tokens_of(2, 6))
     assert not torch.equal(router(hidden)[2], own)
     assert torch.equal(router.eval()(hidden)[2], own)

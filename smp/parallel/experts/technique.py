@@ -51,7 +51,7 @@ def experts_forward(
     group, top, index = getattr(module, _GROUP, None), index.shape[-1], torch.ops.smp.chosen_experts(index)
     experts = module.down_proj.shape[0]
     by_expert = sort_by_expert(index, experts)
-    balance.note_counts(module, by_expert.counts)
+    balance.note_counts(module, index, by_expert.counts)
     rows = hidden[by_expert.order // top]
     if group is None:
         out = compute(module, rows, read_counts(by_expert))
