@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from smp.config import Settings
 from smp.errors import ConfigError
-from smp.mesh import Role
+from smp.mesh import Role, lay_out
 from smp.models.experts import expert_modules
+from smp.models.registry import family_of
+from smp.parallel.experts import after_update, check_and_apply, extra_loss, metrics, problems
 from smp.parallel.experts.balance import router_of
+from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.experts.selection import CHOOSE, by_position, replace, sinkhorn
 from smp.parallel.experts.tokens import Tokens, find_tokens
+from smp.parallel.technique import Setup
 from smp.train.checked_job import _needs_of_settings
 from tests import experts
 from tests.flags import SYNTHETIC, parse, plan_of
 from tests.job import LLAMA, run_job
+from tests.zoo import tiny_config
 
 ONE = Role(1)
 ACCUMULATED = ["--gradient_accumulation_steps", 2]
@@ -41,6 +49,48 @@ def test_refused_by_one_sentence(case, tmp_path):
     with pytest.raises(ConfigError, match=sentence) as refused:
         plan_of(words, tmp_path, model=LLAMA if kind is None else ["--model", tmp_path / "model"])
     assert len(refused.value.problems) == 1
+
+
+def setup_of(config: Any, method: str) -> Setup:
+    return Setup(family_of(config), lay_out(), Settings((ExpertsConfig(moe_load_balancing=method),)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [("gemma4_text", {"balanced": "kind that is not known", "bias": "kind that is not known"}), ("lfm2_moe", {}),
+     ("afmoe", {"bias": "no buffer for it"}), ("ernie4_5_moe", {"bias": "no buffer for it"}), ("minimax_m2", {})],
+)  # fmt: skip
+def test_routers_of_other_forms_are_balanced_or_refused(kind, found):
+    config = tiny_config(kind)
+    for method in ("balanced", "bias"):
+        setup = setup_of(config, method)
+        if method in found:
+            (sentence,) = problems(config, setup)
+            assert found[method] in sentence
+            continue
+        model = AutoModelForCausalLM.from_config(config).train()
+        check_and_apply(model, setup)
+        model(input_ids=torch.zeros(1, 5, dtype=torch.int64))
+        assert extra_loss(model, setup) is None
+        tokens = metrics(model, setup)["experts/tokens"]
+        assert method == "bias" or tokens[0].tolist() == [1, 2, 2, 2, 2, 1, 0, 0]  # two of each token
+        after_update(model, setup, torch.tensor(False))
+        biases = [each for name, each in model.named_buffers() if name.endswith(("expert_bias", "correction_bias"))]
+        assert method == "balanced" or (biases and all(bias.abs().max() > 0 for bias in biases))
+
+
+def test_a_step_that_is_left_out_changes_no_bias_and_its_tokens_are_not_counted_again():
+    model = experts.build("glm4_moe", torch.float32).train()
+    setup = setup_of(model.config, "bias")
+    check_and_apply(model, setup)
+    biases = [each for name, each in model.named_buffers() if name.endswith("correction_bias")]
+    before, ids = [each.clone() for each in biases], torch.arange(12).view(2, 6)
+    for skipped in (True, False):
+        model(input_ids=ids)
+        extra_loss(model, setup)
+        assert set(metrics(model, setup)["experts/tokens"].sum(1).tolist()) == {2 * ids.numel()}
+        after_update(model, setup, torch.tensor(skipped))
+        assert [torch.equal(*each) for each in zip(biases, before, strict=True)] == [skipped] * len(before)
 
 
 def test_pairs_have_no_loss_of_tokens():

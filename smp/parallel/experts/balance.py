@@ -25,7 +25,7 @@ from smp.parallel.experts.tokens import Tokens, follow_tokens, token_ranks
 from smp.parallel.technique import Setup
 
 _BALANCE, _LAYER = "_smp_balance", "_smp_layer"
-_BIAS = "e_score_correction_bias"
+_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 class Noted(NamedTuple):
@@ -43,18 +43,19 @@ class Noted(NamedTuple):
 
 
 def router_of(block: nn.Module, experts: Any) -> nn.Module | None:
-    """Return the router beside experts: the module with a row of its matrix for each expert, and ``top_k``."""
+    """Return the router beside experts: the module with one matrix, a row for each expert, and ``top_k``."""
     size = experts.down_proj.shape[0]
     for module in block.children():
-        rows = [parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 2]
+        rows = [each.shape[0] for each in module.parameters() if each.dim() == 2 and each.shape[0] > 1]
         if hasattr(module, "top_k") and rows == [size]:
             return module
     return None
 
 
-def bias_of(router: nn.Module | None) -> torch.Tensor | None:
-    """Return the buffer that is added to a router's scores for the selection alone."""
-    return None if router is None else dict(router.named_buffers(recurse=False)).get(_BIAS)
+def bias_of(block: nn.Module, router: nn.Module) -> torch.Tensor | None:
+    """Return the buffer that is added to a router's scores for the selection alone: the router's, or the block's."""
+    buffers = {**block._buffers, **router._buffers}
+    return next((buffers[name] for name in _BIASES if buffers.get(name) is not None), None)
 
 
 def _runs_forward(module: nn.Module) -> bool:
@@ -73,7 +74,7 @@ class Layer:
 
     def __init__(self, block: nn.Module, experts: Any, config: ExpertsConfig, tokens: Callable[[], Tokens]):
         self.experts: int = experts.down_proj.shape[0]
-        self.router = cast(Any, router_of(block, experts))
+        self.block, self.router = block, cast(Any, router_of(block, experts))
         self.top_k: int = getattr(self.router, "top_k", 0)
         self.counts: torch.Tensor | None = None
         self.noted: Noted | None = None
@@ -83,7 +84,8 @@ class Layer:
             replace(self.router, CHOOSE[config.method], self.experts, tokens)
         if config.adds_loss:
             # DeepSeek-V3's affinities are normalised sigmoids.
-            self._is_sigmoid = "sigmoid" in type(self.router).forward.__code__.co_names
+            by_module = any(isinstance(module, nn.Sigmoid) for module in self.router.modules())
+            self._is_sigmoid = by_module or "sigmoid" in type(self.router).forward.__code__.co_names
             self.router.register_forward_hook(self._note)
 
     def _note(self, router: nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> None:
@@ -181,7 +183,7 @@ class Balance:
         Source: Wang et al., Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664.
         """
         for layer, counts in zip(self._layers, self.counts(), strict=True):
-            bias = cast(torch.Tensor, bias_of(layer.router))
+            bias = cast(torch.Tensor, bias_of(layer.block, layer.router))
             direction = (counts.sum() - len(counts) * counts).sign() * ~skipped  # of integers: exact
             bias.add_(direction.to(bias.dtype), alpha=self._config.moe_bias_update_rate)
 
@@ -247,12 +249,14 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
     flag = config.adds_loss if config.method == "none" else f"--moe_load_balancing {config.method}"
     if not modules:
         return [f"{flag}: a model of type {hf_config.model_type!r} has no experts that are known here: leave it out"]
-    routers = [router_of(model.get_submodule(path.rpartition(".")[0]), module) for path, module in modules]
+    blocks = [model.get_submodule(path.rpartition(".")[0]) for path, _ in modules]
+    routers = [router_of(block, module) for block, (_, module) in zip(blocks, modules, strict=True)]
     if None in routers:
         return [f"{flag}: the routers of {hf_config.model_type!r} are of a kind that is not known here: leave it out"]
-    if config.method == "bias" and any(bias_of(router) is None for router in routers):
+    biases = [bias_of(block, router) for block, router in zip(blocks, routers, strict=True) if router]
+    if config.method == "bias" and any(bias is None for bias in biases):
         return [
-            f"{flag}: models of type {hf_config.model_type!r} have no {_BIAS}, so that the export would lose it: use "
-            f"--moe_load_balancing sequence"
+            f"{flag}: models of type {hf_config.model_type!r} have no buffer for it ({', '.join(_BIASES)}), so that "
+            f"the export would lose it: use --moe_load_balancing sequence"
         ]
     return []
