@@ -13,16 +13,16 @@ from torch import nn
 from smp.config import Settings
 from smp.mesh import lay_out
 from smp.models import added
-from smp.models.experts import expert_modules
+from smp.models.experts import expert_modules, fp32_routers
 from smp.models.registry import family_of
 from smp.optim.config import OptimConfig
 from smp.parallel.experts.technique import problems
 from smp.parallel.parallelize import apply_techniques
-from smp.parallel.sharding import fsdp_modules
 from smp.parallel.technique import Setup
 from smp.train.step import forward
 from tests import experts
 from tests.distributed import run_distributed
+from tests.parity.test_sharding import collectives
 from tests.reference import Layout, rank_batch, setup_of
 from tests.zoo import tiny_config
 
@@ -56,25 +56,40 @@ def follow_router(model: nn.Module) -> list[Any]:
     return seen
 
 
+def parallel(layout: Layout, dtype: torch.dtype | None) -> nn.Module:
+    model, mesh = build(), layout.mesh()
+    setup = setup_of(model, mesh, layout.parallel(), layout.activation())
+    return apply_techniques(model, dataclasses.replace(setup, dtype=dtype))
+
+
 def route_alike(folder: pathlib.Path) -> None:
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
     of_plain = follow_router(plain)
     for layout in LAYOUTS:
-        model, mesh = build(), layout.mesh()
-        setup = dataclasses.replace(setup_of(model, mesh, layout.parallel(), layout.activation()), dtype=torch.bfloat16)
-        apply_techniques(model, setup)
+        model, mesh = parallel(layout, torch.bfloat16), layout.mesh()
         batch = rank_batch(0, mesh.data_rank, mesh.data_size, 1).microbatches[0]
         seen = follow_router(model)
         forward(model, batch, torch.device("cpu")).backward()
         plain(input_ids=batch["input_ids"])
         (dtype, logits, index), (_, expected, chosen) = seen[0], of_plain[-1]
         assert dtype == torch.float32 == first_router(model).weight.grad.dtype
-        inside = [type(module).__name__ for module in fsdp_modules(model.model.layers[1])]
-        assert len(inside) == 2 + (layout.ep > 1) and "FSDPErnie4_5_MoeTopKRouter" in inside  # gathered by itself
         if layout.tp == 1:
             assert torch.equal(logits, expected) and torch.equal(index, chosen)
+
+
+def count_collectives() -> None:
+    routers, layout = len(fp32_routers(build())), LAYOUTS[0]
+    narrow, alike = (
+        collectives(parallel(layout, dtype), microbatches=1, defer=False) for dtype in (torch.bfloat16, None)
+    )
+    more = {name: narrow[name] - alike[name] for name in narrow if narrow[name] != alike[name]}
+    assert routers > 0 and more == {"all_gather": 2 * routers, "reduce_scatter": routers}
+
+
+def test_a_router_in_fp32_is_gathered_twice_and_reduced_once():
+    run_distributed(count_collectives, world_size=2)
 
 
 def bias_alone() -> None:

@@ -79,6 +79,24 @@ def test_routers_of_other_forms_are_balanced_or_refused(kind, found):
         assert method == "balanced" or (biases and all(bias.abs().max() > 0 for bias in biases))
 
 
+def test_affinities_of_a_router_whose_function_is_a_module_are_normalised_sigmoids():
+    pytest.importorskip("transformers.models.inkling2", reason="not in the oldest supported transformers")
+    config = tiny_config("inkling2_text")
+    model, setup, seen = AutoModelForCausalLM.from_config(config).train(), setup_of(config, "sequence"), []
+    check_and_apply(model, setup)
+    for module in model.modules():
+        if type(module).__name__ == "Inkling2TopKRouter":
+            module.register_forward_hook(lambda _, __, output: seen.append(output))
+    model(input_ids=torch.arange(6).view(1, 6))
+    expected = torch.zeros(())
+    for logits, _, index in seen:
+        shares = index.flatten().bincount(minlength=logits.shape[1]) / index.numel()
+        scores = logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
+        expected = expected + 0.001 * logits.shape[1] * (shares * scores.sum(0)).sum()
+    found = extra_loss(model, setup)
+    assert seen and found.item() == pytest.approx(expected.item())
+
+
 def test_a_step_that_is_left_out_changes_no_bias_and_its_tokens_are_not_counted_again():
     model = experts.build("glm4_moe", torch.float32).train()
     setup = setup_of(model.config, "bias")

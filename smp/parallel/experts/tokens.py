@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
 
     def count_chosen(self, index: torch.Tensor, experts: int) -> torch.Tensor:
         """Count the tokens of each sequence that have chosen an expert, ``(tokens, top)`` to ``(batch, experts)``."""
-        numbers = self.sequences.unsqueeze(1) * experts + index
+        numbers = self.sequences.unsqueeze(1) * experts + index.view(len(self.sequences), -1)
         ones = None if self.counted is None else self.counted.long().unsqueeze(1).expand_as(numbers).reshape(-1)
         return count(numbers.view(-1), self.batch * experts, ones).view(self.batch, experts)
 
@@ -77,15 +77,15 @@ def find_tokens(ids: torch.Tensor, shard: SequenceShard | None, cp: Role, tp: Ro
     else:
         length = shard.layout.length
         columns = torch.cat([torch.arange(first, last, device=ids.device) for first, last in shard.own])
-    each, total = len(columns), len(columns) * batch
+    width, total = len(columns), len(columns) * batch
     begin, end = total * tp.rank // tp.size, total * (tp.rank + 1) // tp.size
-    first, last = begin // each, -(-end // each)
-    parts = [min(end, each * (row + 1)) - max(begin, each * row) for row in range(first, last)]
-    places = torch.arange(begin, end, device=ids.device)
-    positions = columns[places % each]
-    padded = (shard.layout.columns if shard else each) > length
+    first, last = begin // width, -(-end // width)
+    parts = [min(end, width * (number + 1)) - max(begin, width * number) for number in range(first, last)]
+    indices = torch.arange(begin, end, device=ids.device)
+    positions = columns[indices % width]
+    counted = positions < length if (shard.layout.columns if shard else width) > length else None
     roles = tuple(role for role in (cp, tp) if role.size > 1)
-    return Tokens(batch, length, places // each, positions, parts, first, positions < length if padded else None, roles)
+    return Tokens(batch, length, indices // width, positions, parts, first, counted, roles)
 
 
 def token_ranks(setup: Setup) -> tuple[Role, ...]:
