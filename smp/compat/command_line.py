@@ -140,3 +140,13 @@ def drop_unapplied_defaults(given: dict[str, Any]) -> list[str]:
         if why:
             found.append(f"--{name} {flag_text(given.pop(name))} has no effect: it is SMP v2's default, {why}")
     return found
+
+
+def defaults_of_experts(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return SMP v2's defaults of a mixture's experts, with its ``--model_type``; pretrained ones keep their router.
+
+    Args:
+        model: given settings of the model by name.
+    """
+    smp_v2 = model.get("model_type") == "mixtral" and model.get("hf_pretrained_model_name_or_dir") is None
+    return {"moe_load_balancing": "sinkhorn"} if smp_v2 else {}

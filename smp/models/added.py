@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smp.models.experts import fp32_routers
 from smp.models.file_names import FileNames
 from smp.models.full_digest import FullDigest
 from smp.models.init_rules import InitRule
@@ -176,7 +177,9 @@ def is_frozen(model: nn.Module) -> bool:
 
 def narrow_frozen_(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep what a technique has frozen, without values, in the dtype of the computation: no more is read of it."""
-    narrow_(model, _of(model).frozen or (), dtype)
+    wide = {id(parameter) for router in fp32_routers(model) for parameter in router.parameters()}
+    frozen = [name for name in _of(model).frozen or () if id(model.get_parameter(name)) not in wide]
+    narrow_(model, frozen, dtype)
 
 
 def narrow_(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:

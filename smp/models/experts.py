@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +26,19 @@ def is_experts(module: nn.Module) -> bool:
 def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules with experts by path, in order."""
     return [(path, module) for path, module in model.named_modules() if is_experts(module)]
+
+
+def fp32_routers(model: nn.Module) -> list[nn.Module]:
+    """Return the routers of experts whose parameters transformers keeps in fp32 in a model that it loads in bf16."""
+    kept = [name.replace("*", ".*") for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    found = []
+    for path, experts in expert_modules(model) if kept else ():
+        around = path.rpartition(".")[0]
+        for name, module in model.get_submodule(around).named_children():
+            names = [f"{around}.{name}.{each}" for each, _ in module.named_parameters()]
+            if module is not experts and names and all(re.search("|".join(kept), each) for each in names):
+                found.append(module)
+    return found
 
 
 class Layer(NamedTuple):

@@ -66,7 +66,7 @@ _REDUCTIONS = {
 }
 # What decides which tokens an expert gets. It is kept at any mode: scores that tie, or differ in a last bit, would be
 # sent otherwise, and ranks that send other numbers of rows than in forward wait for each other.
-_ROUTING = {"smp::chosen_experts", "smp::exchange_counts"}
+_ROUTING = {"smp::chosen_experts", "smp::sum_for_choice", "smp::exchange_counts"}
 
 
 def choose(situation: Situation) -> Iterator[Choice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from smp.errors import UserError
 from smp.memory.shape import ModelShape, Moment, Trained, Workload
 from smp.memory.warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
+from smp.models.experts import fp32_routers
 from smp.models.family import Family
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import state_bytes, working_bytes
@@ -28,7 +30,7 @@ from smp.parallel.activation_checkpoint import hide_from_selection
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.gradient_sum import begin_microbatch, sum_gradients
 from smp.parallel.technique import Setup, model_blocks
-from smp.parallel.units import Unit, size_based_units, transformer_units, with_views
+from smp.parallel.units import Unit, size_based_units, transformer_units, with_inner
 
 Config = ParallelConfig
 T = TypeVar("T")
@@ -74,9 +76,10 @@ def shard_model(
         # Positions, masks and chosen tokens are inputs too; a cast would take digits from those that count.
         cast_forward_inputs=False,
     )
+    policies = {False: policy, True: dataclasses.replace(policy, param_dtype=None)}
     # Memory is pinned for copies to a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    *units, root = with_views(model, [*units, Unit([model], reshard=False)])
+    *units, root = with_inner(model, [*units, Unit([model], reshard=False)], fp32_routers(model) if reduced else ())
     for unit in (each for outer in (*units, root) for each in (*outer.inside, outer)):  # those inside first
         # [Note: units inside of units] fully_shard leaves to a later, outer call what an earlier one has sharded. The
         # other way round the outer unit would own the parameters, over the wrong mesh, and the inner one none.
@@ -85,7 +88,7 @@ def shard_model(
         place = functools.partial(placement, ranks=1 if unit.axis is None else group.size())
         fully_shard(
             modules if len(modules) > 1 else modules[0], mesh=over, reshard_after_forward=unit.reshard,
-            mp_policy=policy, shard_placement_fn=place, offload_policy=offload,
+            mp_policy=policies[unit.fp32], shard_placement_fn=place, offload_policy=offload,
         )  # fmt: skip
         # The gradient of a look-up reads no weights: without this backward would gather the table to free it again.
         unit.first.set_unshard_in_backward(unit.in_backward)
@@ -98,7 +101,7 @@ def shard_model(
                 sum_gradients(module)
             # By module, as its parameter group has the buffers; over the group of the last dimension, the shards.
             install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
-            if unit.axis is not None:
+            if unit.axis is not None or unit.fp32:
                 hide_from_selection(module)
     _set_prefetch(units, parallel)
     # What clips, logs or wraps the gradients later must know whether they are sums: a factor of all ranks is at stake.

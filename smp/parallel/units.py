@@ -19,7 +19,8 @@ class Unit(NamedTuple):
     reshard: bool  # whether the gathered parameters are freed between forward and backward
     in_backward: bool = True  # whether backward reads the parameters at all
     axis: str | None = None  # folded, which splits the parameters: they are sharded over its view of the mesh
-    inside: tuple[Unit, ...] = ()  # units of such an axis in the modules
+    fp32: bool = False  # whether the parameters are used in fp32, whatever the others' dtype is
+    inside: tuple[Unit, ...] = ()  # units in the modules
 
     @property
     def first(self) -> FSDPModule:
@@ -69,13 +70,13 @@ def folded_axis(parameter: nn.Parameter) -> str | None:
     return next((axis.name for axis in AXES if axis.over and axis.name in names), None)
 
 
-def with_views(model: nn.Module, units: Iterable[Unit]) -> list[Unit]:
-    """Return the units, with each module whose parameters a folded axis splits as a unit of its own, inside.
+def with_inner(model: nn.Module, units: Iterable[Unit], fp32: Iterable[nn.Module]) -> list[Unit]:
+    """Return the units, with each module whose parameters a folded axis splits, or of ``fp32``, as a unit inside.
 
     Raises:
         AssertionError: only some of such a module's parameters are split along the axis.
     """
-    split: dict[nn.Module, str | None] = {}
+    split: dict[nn.Module, str | None] = dict.fromkeys(fp32)
 
     def visit(module: nn.Module) -> None:
         if not any(map(folded_axis, module.parameters(recurse=False))):
@@ -86,11 +87,12 @@ def with_views(model: nn.Module, units: Iterable[Unit]) -> list[Unit]:
         if others:  # they would be sharded over other ranks than those that have them
             raise AssertionError(f"a folded axis splits only some of the parameters of a {type(module).__name__}")
 
+    wide = [*split]
     visit(model)
     found: list[Unit] = []
     for unit in units:
         modules = [each for module in unit.modules for each in module.modules() if each in split]
-        inside = tuple(Unit([each], unit.reshard, axis=split.pop(each)) for each in modules)
+        inside = tuple(Unit([each], unit.reshard, axis=split.pop(each), fp32=each in wide) for each in modules)
         rest = [module for module in unit.modules if module not in modules]
         found += [unit._replace(modules=rest, inside=inside)] if rest else inside
     return found

@@ -24,7 +24,7 @@ import yaml
 
 from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
-from smp.compat.command_line import add_estimator_settings, drop_unapplied_defaults
+from smp.compat.command_line import add_estimator_settings, defaults_of_experts, drop_unapplied_defaults
 from smp.compat.other_trainers import advice
 from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, flag_text
 from smp.data.config import DataConfig
@@ -372,7 +372,8 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainConfig:
             values[FLAGS[name].section][name] = _convert(name, arguments)
         except UserError as error:
             problems.append(str(error))
-    unapplied = tuple(drop_unapplied_defaults(values["model"]))
+    unapplied, named = tuple(drop_unapplied_defaults(values["model"])), frozenset[str]().union(*values.values())
+    values["experts"] = defaults_of_experts(values["model"]) | values["experts"]
     sections, unread = dict[str, Any](), [*problems]
     for name, cls in SECTIONS.items():
         try:
@@ -380,7 +381,6 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainConfig:
         except ConfigError as error:
             problems.extend(cls.independent(error.problems, unread))
             sections[name] = _usable(cls, values[name])
-    named = frozenset(name for section in values.values() for name in section)
     config = TrainConfig(**sections, given=named, unapplied=unapplied)
     if problems:
         raise ArgumentsError(problems, config)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.restore import restore
-from smp.config import ParallelConfig
+from smp.config import ParallelConfig, Section
 from smp.fsdp.param_group import groups_of
 from smp.local_shards import local_part
 from smp.mesh import lay_out
@@ -21,8 +21,9 @@ from smp.models.registry import family_of
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import build_optimizer
 from smp.parallel.experts.compute import compute
+from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.experts.technique import problems
-from smp.parallel.parallelize import apply_techniques
+from smp.parallel.parallelize import apply_techniques, own_part
 from smp.parallel.sharding import fsdp_modules
 from smp.parallel.technique import Setup
 from smp.train.step import forward, train_step
@@ -36,10 +37,10 @@ from tests.resume.test_checkpoint import describe, save, whole
 CPU = torch.device("cpu")
 
 
-def parallel(kind: str, layout: Layout, dtype: torch.dtype = torch.float64):
+def parallel(kind: str, layout: Layout, dtype: torch.dtype = torch.float64, more: tuple[Section, ...] = ()):
     """A model under a layout, its setup and its optimizer."""
     model = experts.build(kind, dtype).train()
-    setup = setup_of(model, layout.mesh(), layout.parallel(), layout.activation())
+    setup = setup_of(model, layout.mesh(), layout.parallel(), layout.activation(), *more)
     apply_techniques(model, setup)
     return model, setup, build_optimizer(model, OptimConfig(), lr=LR)
 
@@ -58,6 +59,24 @@ def test_each_layer_sends_counts_once_and_rows_there_and_back():
     """Counts are never sent again; rows are in recomputation, but where reductions are kept."""
     for checkpointing, mode, rows in ((False, "full", 4), (True, "full", 6), (True, "selective", 4)):
         run_distributed(_count, checkpointing, mode, {"counts": 1, "rows": rows}, world_size=2)
+
+
+def _count_sums(checkpointing: bool, mode: str) -> None:
+    layout = Layout("full_shard", cp=2, checkpointing=checkpointing, mode=mode)
+    model, setup, _ = parallel("mixtral", layout, more=(ExpertsConfig(moe_load_balancing="sinkhorn"),))
+    batch = own_part(rank_batch(0, 0, 1, 1).microbatches[0], setup)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as summed:
+        forward(model, batch, CPU).backward()
+    shape = (len(batch["input_ids"]), experts.EXPERTS)
+    sums = [call for call in summed.mock_calls if call.args[0].shape == shape]
+    assert len(sums) == 32 * len(expert_modules(model)) and {call.kwargs["group"] for call in sums} == {
+        setup.mesh.cp.group
+    }
+
+
+def test_each_layer_sums_its_columns_32_times_and_never_again_in_recomputation():
+    for checkpointing, mode in ((False, "full"), (True, "full"), (True, "selective")):
+        run_distributed(_count_sums, checkpointing, mode, world_size=2)
 
 
 def _send_all_to(chosen: list[int]) -> None:

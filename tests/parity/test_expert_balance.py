@@ -1,10 +1,14 @@
-"""Losses, bias and counts of the balance of experts are the same at every layout, and those of their formulas."""
+"""Losses, bias, counts and selections of the balance of experts are those of their formulas at every layout.
+
+Sequences have 11 tokens, which neither context nor tensor-parallel ranks divide: padding counts nowhere.
+"""
 
 from __future__ import annotations
 
 import json
 import pathlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,15 +16,15 @@ import torch.nn.functional as F
 import transformers  # noqa: F401  imported before the ranks are forked
 from torch import nn
 
+from smp.models.registry import family_of
 from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.technique import metrics
-from tests import experts
+from tests import experts, reference
 from tests.distributed import run_distributed
 from tests.flags import SYNTHETIC, parse
 from tests.job import LLAMA
 from tests.model_checks import in_double
 from tests.reference import (
-    LENGTH,
     ROWS,
     Layout,
     Trajectory,
@@ -31,8 +35,12 @@ from tests.reference import (
     train_parallel,
 )
 
-STEPS = 2
-VALID = [int((global_batch(step)[1][:, 1:] != -100).sum()) for step in range(STEPS)]
+STEPS, LENGTH = 2, 11
+
+
+@pytest.fixture(autouse=True)
+def length(monkeypatch):
+    monkeypatch.setattr(reference, "LENGTH", LENGTH)  # of the ranks, too, which are forked
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
@@ -50,8 +58,9 @@ def loss_with(kind: str, extra: Any) -> Any:
             hook.remove()
         logits = torch.stack([logits.view(ROWS, LENGTH, -1) for logits, _, _ in seen])
         chosen = torch.stack([F.one_hot(index.view(ROWS, LENGTH, -1), experts.EXPERTS).sum(-2) for *_, index in seen])
+        valid = int((global_batch(step)[1][:, 1:] != -100).sum())
         scores = logits.sigmoid() if kind == "deepseek_v3" else logits.softmax(-1)
-        return loss + extra(logits, scores / scores.sum(-1, keepdim=True), chosen.double()) / VALID[step]
+        return loss + extra(logits, scores / scores.sum(-1, keepdim=True), chosen.double()) / valid
 
     return loss_of
 
@@ -78,13 +87,14 @@ CASES = {
     "z": (ExpertsConfig(moe_z_loss_coeff=0.5), z_loss),
 }
 MANY = [Layout("full_shard", ep=2, checkpointing=True), Layout("full_shard", accumulation=2, ep=2, mode="selective")]
-SPLIT = Layout("full_shard", cp=2, ep=2)
-LAYOUTS = {"sequence": [*MANY, SPLIT], "aux_loss": [MANY[0], SPLIT], "z": MANY}
+SPLIT = [Layout("full_shard", cp=2, ep=2), Layout("full_shard", tp=2)]
+LAYOUTS = {"sequence": [*MANY, *SPLIT], "aux_loss": [MANY[0], *SPLIT], "z": [*MANY, *SPLIT]}
 
 
 def train(model: nn.Module, layout: Layout, config: ExpertsConfig, expected: Trajectory) -> None:
-    """Compare norms and gradients with the reference's."""
-    for step, (_, norm, gradients) in enumerate(train_parallel(model, layout, STEPS, more=(config,))):
+    """Compare norms and gradients with the reference's, and losses where nothing is added to those of the tokens."""
+    for step, (loss, norm, gradients) in enumerate(train_parallel(model, layout, STEPS, more=(config,))):
+        assert config.adds_loss or abs(loss - expected.losses[step]) <= 1e-9 * loss, (layout, step)
         assert abs(norm - expected.norms[step]) <= 1e-9 * expected.norms[step], (layout, step, norm, expected.norms)
         for name, gradient in gradients.items() if step == 0 else ():
             wrong = relative(gradient - expected.gradients[name], expected.gradients[name])
@@ -93,6 +103,7 @@ def train(model: nn.Module, layout: Layout, config: ExpertsConfig, expected: Tra
 
 def check(kind: str, names: list[str], layouts: dict[str, list[Layout]]) -> None:
     model = experts.build(kind)
+    family_of(model.config)  # derived in fp32, as always
     with in_double():
         for name in names:
             config, extra = CASES[name]
@@ -107,8 +118,8 @@ def test_losses_are_those_of_the_formulas_at_two_ranks(kind):
              "z": ["--moe_z_loss_coeff", 0.5]}  # fmt: skip
     for name, given in words.items():
         assert parse([*LLAMA, *SYNTHETIC, *given]).experts == CASES[name][0]
-    cp = kind == "mixtral"  # latent attention is not split by sequences
-    layouts = {name: [each for each in LAYOUTS[name] if cp or each.cp == 1] for name in CASES}
+    split = kind == "mixtral"  # latent attention is not split
+    layouts = {name: [each for each in LAYOUTS[name] if split or each not in SPLIT] for name in CASES}
     run_distributed(check, kind, list(CASES), layouts, world_size=2)
 
 
@@ -125,6 +136,7 @@ def after_each_step(kind: str, layout: Layout, config: ExpertsConfig) -> tuple[l
 
 def same_as(kind: str, path: pathlib.Path, layouts: list[Layout], config: ExpertsConfig) -> None:
     expected, expected_norms = json.loads(path.read_text())
+    family_of(experts.config_of(kind))  # derived in fp32, as always
     with in_double():
         for layout in layouts:
             found, norms = after_each_step(kind, layout, config)
@@ -147,7 +159,7 @@ def same_everywhere(kind: str, folder: pathlib.Path, layouts: list[Layout], conf
 def test_biases_have_the_same_bits_at_every_layout(tmp_path):
     words = ["--moe_load_balancing", "bias", "--moe_bias_update_rate", 0.01]
     config = parse([*LLAMA, *SYNTHETIC, *words]).experts
-    counts, biases = same_everywhere("glm4_moe", tmp_path, [*MANY, SPLIT], config)[0]
+    counts, biases = same_everywhere("glm4_moe", tmp_path, [*MANY, *SPLIT], config)[0]
     with in_double():
         model = experts.build("glm4_moe")
     before = [each.tolist() for name, each in model.named_buffers() if "correction_bias" in name]
@@ -159,10 +171,51 @@ def test_biases_have_the_same_bits_at_every_layout(tmp_path):
         assert 0.01 in changes and -0.01 in changes
 
 
-@pytest.mark.parametrize(("kind", "method"), [("mixtral", "sinkhorn"), ("deepseek_v3", "balanced")])
-def test_another_selection_is_the_same_at_every_layout(kind, method, tmp_path):
-    counts = [each for each, _ in same_everywhere(kind, tmp_path, MANY, ExpertsConfig(moe_load_balancing=method))]
-    even, spread = ROWS * LENGTH * 2 / experts.EXPERTS, 0.25 if method == "sinkhorn" else 0.0
-    for tokens in torch.tensor(counts).flatten():
-        # Sequences of 12 tokens begin with the same experts.
-        assert abs(tokens - even) <= (spread + 1 / 3) * even
+def sinkhorn(scores: torch.Tensor) -> torch.Tensor:
+    """The experts of the tokens of a sequence, ``(tokens, experts)``: rows and columns are normalised by turns."""
+    for _ in range(32):
+        scores = scores / scores.sum(1, keepdim=True)
+        scores = scores / scores.sum(0)
+    return (scores / scores.sum(1, keepdim=True)).topk(2).indices
+
+
+def balanced(scores: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([[token, token + 1] for token in range(len(scores))]) % experts.EXPERTS
+
+
+def chosen_by(choose: Any) -> Any:
+    """The plain model's loss, whose routers choose otherwise, each sequence by itself."""
+    topk = torch.topk
+
+    def chosen(scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if scores.shape != (ROWS * LENGTH, experts.EXPERTS):
+            return topk(scores, *args, **kwargs)
+        index = torch.cat([choose(each) for each in scores.detach().view(ROWS, LENGTH, -1)])
+        return scores.gather(1, index), index
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        with mock.patch("torch.topk", chosen):
+            return mean_loss(model, step)
+
+    return loss_of
+
+
+def choose_alike(kind: str, method: str, layouts: list[Layout]) -> None:
+    model = experts.build(kind)
+    family_of(model.config)  # derived in fp32, as always
+    with in_double():
+        expected = reference_trajectory(model, STEPS, chosen_by({"sinkhorn": sinkhorn, "balanced": balanced}[method]))
+        for layout in layouts:
+            train(model, layout, ExpertsConfig(moe_load_balancing=method), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "layouts"),
+    [("mixtral", "sinkhorn", [*MANY, *SPLIT]), ("mixtral", "balanced", SPLIT), ("deepseek_v3", "balanced", MANY)],
+)
+def test_another_selection_is_the_same_at_every_layout(kind, method, layouts):
+    run_distributed(choose_alike, kind, method, layouts, world_size=2)
+
+
+def test_a_selection_looks_at_sequences_that_context_and_tensor_parallel_ranks_share():
+    run_distributed(choose_alike, "mixtral", "sinkhorn", [Layout("full_shard", cp=2, tp=2, ep=4)], world_size=4)

@@ -106,6 +106,16 @@ def test_all_defaults_spelled_out_make_the_model_of_none(kind):
     assert ("--same_seed" in {sentence.split()[0] for sentence in config.without_effect()}) and "same_seed" in names
 
 
+def test_smp_v2s_mixtral_is_balanced_by_sinkhorn():
+    def method(*words):
+        return parse_args([*words, "--use_synthetic_data", "1"]).experts.method
+
+    mixtral = ["--model_type", "mixtral"]
+    assert (method(*mixtral), method("--model", "mixtral_tiny"), method(*LLAMA)) == ("sinkhorn", "none", "none")
+    assert method(*mixtral, "--moe_load_balancing", "none") == "none"
+    assert method(*mixtral, "--hf_pretrained_model_name_or_dir", "/absent") == "none"
+
+
 def test_other_values_than_smp_v2s_defaults_count():
     def model(*words):
         return resolve_model(parse_args([*words, "--use_synthetic_data", "1"]).model).hf_config

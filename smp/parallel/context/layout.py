@@ -23,10 +23,12 @@ class SequenceLayout:
 
     Attributes:
         ranges: for each rank, the ranges of columns that it holds, in order; the same number of columns for all.
+        length: columns of a row without padding.
         starts: for each row, the columns at which its documents begin, from 0 on; a single entry stands for all rows.
     """
 
     ranges: tuple[tuple[Range, ...], ...]
+    length: int
     starts: tuple[tuple[int, ...], ...] = ((0,),)
 
     @property
@@ -68,7 +70,7 @@ def split_columns(
     part = -(-length // (parts * multiple)) * multiple
     ranges = [(index * part, (index + 1) * part) for index in range(parts)]
     by_rank = [(ranges[rank], ranges[parts - 1 - rank]) if balanced else (ranges[rank],) for rank in range(ranks)]
-    return SequenceLayout(tuple(by_rank), starts)
+    return SequenceLayout(tuple(by_rank), length, starts)
 
 
 class Span(NamedTuple):

@@ -8,7 +8,7 @@ collective of their own. A loss that is a mean over tokens is multiplied by them
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,17 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from smp.axes import AXES
-from smp.mesh import Mesh, Role
+from smp.mesh import Role
 from smp.models.experts import expert_modules
 from smp.models.meta_model import meta_model
 from smp.parallel.experts.config import ExpertsConfig
-from smp.parallel.experts.dispatch import count
 from smp.parallel.experts.selection import CHOOSE, replace
+from smp.parallel.experts.tokens import Tokens, follow_tokens, token_ranks
 from smp.parallel.technique import Setup
 
 _BALANCE, _LAYER = "_smp_balance", "_smp_layer"
-_BIAS = "e_score_correction_bias"
+_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 class Noted(NamedTuple):
@@ -44,18 +43,19 @@ class Noted(NamedTuple):
 
 
 def router_of(block: nn.Module, experts: Any) -> nn.Module | None:
-    """Return the router beside experts: the module with a row of its matrix for each expert, and ``top_k``."""
+    """Return the router beside experts: the module with one matrix, a row for each expert, and ``top_k``."""
     size = experts.down_proj.shape[0]
     for module in block.children():
-        rows = [parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 2]
+        rows = [each.shape[0] for each in module.parameters() if each.dim() == 2 and each.shape[0] > 1]
         if hasattr(module, "top_k") and rows == [size]:
             return module
     return None
 
 
-def bias_of(router: nn.Module | None) -> torch.Tensor | None:
-    """Return the buffer that is added to a router's scores for the selection alone."""
-    return None if router is None else dict(router.named_buffers(recurse=False)).get(_BIAS)
+def bias_of(block: nn.Module, router: nn.Module) -> torch.Tensor | None:
+    """Return the buffer that is added to a router's scores for the selection alone: the router's, or the block's."""
+    buffers = {**block._buffers, **router._buffers}
+    return next((buffers[name] for name in _BIASES if buffers.get(name) is not None), None)
 
 
 def _runs_forward(module: nn.Module) -> bool:
@@ -69,28 +69,24 @@ class Layer:
     Attributes:
         counts: ``(experts,)``, int64: this rank's tokens for each expert.
         noted: with a loss.
+        tokens: returns those of the running forward.
     """
 
-    def __init__(self, block: nn.Module, experts: Any, config: ExpertsConfig):
+    def __init__(self, block: nn.Module, experts: Any, config: ExpertsConfig, tokens: Callable[[], Tokens]):
         self.experts: int = experts.down_proj.shape[0]
-        self.router = cast(Any, router_of(block, experts))
+        self.block, self.router = block, cast(Any, router_of(block, experts))
         self.top_k: int = getattr(self.router, "top_k", 0)
         self.counts: torch.Tensor | None = None
         self.noted: Noted | None = None
-        self._batch = 1
+        self.tokens = tokens
         setattr(experts, _LAYER, self)
         if config.method in CHOOSE:
-            replace(self.router, CHOOSE[config.method], self.experts, lambda: self._batch)
-        if config.adds_loss or config.method in CHOOSE:
-            block.register_forward_pre_hook(self._note_batch, with_kwargs=True)
+            replace(self.router, CHOOSE[config.method], self.experts, tokens)
         if config.adds_loss:
             # DeepSeek-V3's affinities are normalised sigmoids.
-            self._is_sigmoid = "sigmoid" in type(self.router).forward.__code__.co_names
+            by_module = any(isinstance(module, nn.Sigmoid) for module in self.router.modules())
+            self._is_sigmoid = by_module or "sigmoid" in type(self.router).forward.__code__.co_names
             self.router.register_forward_hook(self._note)
-
-    def _note_batch(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
-        self._batch = len(hidden)
 
     def _note(self, router: nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> None:
         logits, _, index = output
@@ -99,20 +95,24 @@ class Layer:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.sigmoid() if self._is_sigmoid else logits.softmax(-1)
         # Recomputed with the block, and so computed there again.
-        probabilities = (scores / scores.sum(-1, keepdim=True)).view(self._batch, -1, self.experts).sum(1)
-        z = logits.logsumexp(-1).square().sum()
+        tokens = self.tokens()
+        probabilities = tokens.add_up(scores / scores.sum(-1, keepdim=True))
+        z = tokens.add_up(logits.logsumexp(-1, keepdim=True).square()).sum()
         if _runs_forward(router):
-            rows = torch.arange(self._batch, device=index.device).unsqueeze(1) * self.experts
-            flat = (index.reshape(self._batch, -1) + rows).view(-1)
-            chosen = count(flat, self._batch * self.experts).view(self._batch, -1)
-            self.noted = Noted(chosen, probabilities, z)
+            self.noted = Noted(tokens.count_chosen(index, self.experts), probabilities, z)
 
 
-def note_counts(experts: nn.Module, counts: torch.Tensor) -> None:
-    """Note this rank's tokens for each expert, ``(experts,)`` int64, of a forward of training."""
+def note_counts(experts: nn.Module, index: torch.Tensor, counts: torch.Tensor) -> None:
+    """Note this rank's tokens for each expert of a forward of training.
+
+    Args:
+        index: ``(tokens, top_k)``, the experts of each token.
+        counts: ``(experts,)`` int64, with padding.
+    """
     layer: Layer | None = getattr(experts, _LAYER, None)
     if layer is not None and _runs_forward(experts):
-        layer.counts = counts
+        tokens = layer.tokens()
+        layer.counts = counts if tokens.counted is None else tokens.count_chosen(index, layer.experts).sum(0)
 
 
 def _sum(tensors: Sequence[torch.Tensor], roles: Sequence[Role]) -> list[torch.Tensor]:
@@ -128,10 +128,8 @@ def _sum(tensors: Sequence[torch.Tensor], roles: Sequence[Role]) -> list[torch.T
 class Balance:
     """The layers of a model, and the counts of its last step."""
 
-    def __init__(self, layers: list[Layer], config: ExpertsConfig, mesh: Mesh):
-        self._layers, self._config = layers, config
-        # Ranks of other tokens: of a sequence, and of the batch. With experts, tensor ranks have other tokens.
-        self._of_sequence, self._of_batch = (mesh.cp, mesh.tp), (mesh.loss, mesh.tp)
+    def __init__(self, layers: list[Layer], config: ExpertsConfig, of_batch: Sequence[Role]):
+        self._layers, self._config, self._of_batch = layers, config, of_batch
         self._counts: list[torch.Tensor] = []  # (experts,) of each layer, of this rank until they are summed
         self._is_summed, self._has_ended = True, True
 
@@ -163,7 +161,7 @@ class Balance:
 
         Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, equations 17 to 20.
         """
-        chosen = _sum([each.chosen for each in noted], self._of_sequence)
+        chosen = _sum([each.chosen for each in noted], self._layers[0].tokens().roles)
         shares = [each / each.sum(-1, keepdim=True) for each in chosen]
         terms = zip(self._layers, shares, noted, strict=True)
         return torch.stack([layer.experts * (share * each.probabilities).sum() for layer, share, each in terms]).sum()
@@ -185,7 +183,7 @@ class Balance:
         Source: Wang et al., Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664.
         """
         for layer, counts in zip(self._layers, self.counts(), strict=True):
-            bias = cast(torch.Tensor, bias_of(layer.router))
+            bias = cast(torch.Tensor, bias_of(layer.block, layer.router))
             direction = (counts.sum() - len(counts) * counts).sign() * ~skipped  # of integers: exact
             bias.add_(direction.to(bias.dtype), alpha=self._config.moe_bias_update_rate)
 
@@ -204,9 +202,10 @@ class Balance:
 
 def follow(model: nn.Module, modules: list[tuple[str, Any]], setup: Setup) -> None:
     """Note what routers decide, for the balance that is asked for, and for the metrics."""
-    config = setup.settings[ExpertsConfig]
-    layers = [Layer(model.get_submodule(path.rpartition(".")[0]), experts, config) for path, experts in modules]
-    setattr(model, _BALANCE, Balance(layers, config, setup.mesh))
+    config, mesh = setup.settings[ExpertsConfig], setup.mesh
+    tokens = follow_tokens(model, setup)
+    layers = [Layer(model.get_submodule(path.rpartition(".")[0]), experts, config, tokens) for path, experts in modules]
+    setattr(model, _BALANCE, Balance(layers, config, (mesh.loss, *token_ranks(setup))))
 
 
 def extra_loss(model: nn.Module, setup: Setup) -> torch.Tensor | None:
@@ -250,15 +249,14 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
     flag = config.adds_loss if config.method == "none" else f"--moe_load_balancing {config.method}"
     if not modules:
         return [f"{flag}: a model of type {hf_config.model_type!r} has no experts that are known here: leave it out"]
-    routers = [router_of(model.get_submodule(path.rpartition(".")[0]), module) for path, module in modules]
+    blocks = [model.get_submodule(path.rpartition(".")[0]) for path, _ in modules]
+    routers = [router_of(block, module) for block, (_, module) in zip(blocks, modules, strict=True)]
     if None in routers:
         return [f"{flag}: the routers of {hf_config.model_type!r} are of a kind that is not known here: leave it out"]
-    if config.method == "bias" and any(bias_of(router) is None for router in routers):
+    biases = [bias_of(block, router) for block, router in zip(blocks, routers, strict=True) if router]
+    if config.method == "bias" and any(bias is None for bias in biases):
         return [
-            f"{flag}: models of type {hf_config.model_type!r} have no {_BIAS}, so that the export would lose it: use "
-            f"--moe_load_balancing sequence"
+            f"{flag}: models of type {hf_config.model_type!r} have no buffer for it ({', '.join(_BIASES)}), so that "
+            f"the export would lose it: use --moe_load_balancing sequence"
         ]
-    degree = next((f"--{a.flag} {n}" for a in AXES if not a.over and (n := setup.mesh.degree(a.name)) > 1), None)
-    if config.method in CHOOSE and degree:
-        return [f"{flag} looks at a whole sequence, which {degree} splits: use --moe_load_balancing sequence"]
     return []

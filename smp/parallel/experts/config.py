@@ -19,8 +19,8 @@ class ExpertsConfig(Section):
         AUTO,
         "How tokens are spread over experts. sequence: DeepSeek-V3's loss of each sequence; bias: its bias of the "
         "selection, changed after each step; aux_loss: the Switch Transformer's loss over the global batch; sinkhorn: "
-        "selection by normalised logits; balanced: by the token's position, for measurements; none, auto: the model's "
-        "router alone, as transformers trains it.",
+        "selection by normalised logits; balanced: by the token's position, for measurements; none: the model's router "
+        "alone, as transformers trains it. auto: none; sinkhorn with --model_type mixtral of no pretrained weights.",
     )
     moe_aux_loss_coeff: float = setting(_COEFFICIENT, "Factor of the loss of sequence and aux_loss.", minimum=0.0)
     moe_z_loss_coeff: float = setting(

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smp.parallel.tensor.group import library
 
 library.define("chosen_experts(Tensor index) -> Tensor")
+library.define("sum_for_choice(Tensor sums, str group) -> Tensor")
 library.define("exchange_counts(Tensor counts, str group, int size) -> Tensor")
 library.define("exchange_rows(Tensor rows, int[] send, int[] receive, str group) -> Tensor")
 
@@ -31,6 +32,13 @@ def _exchange_counts(counts: torch.Tensor, group: str, size: int) -> torch.Tenso
     return received
 
 
+def _sum_for_choice(sums: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the sums over the ranks of a group, by which experts are then chosen."""
+    total = sums.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=_resolve(group))
+    return total
+
+
 def _exchange_rows(rows: torch.Tensor, send: list[int], receive: list[int], group: str) -> torch.Tensor:
     found = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(found, rows.contiguous(), receive, send, group=_resolve(group))
@@ -38,9 +46,11 @@ def _exchange_rows(rows: torch.Tensor, send: list[int], receive: list[int], grou
 
 
 library.impl("chosen_experts", torch.clone, "CompositeExplicitAutograd")
+library.impl("sum_for_choice", _sum_for_choice, "CompositeExplicitAutograd")
 library.impl("exchange_counts", _exchange_counts, "CompositeExplicitAutograd")
 library.impl("exchange_rows", _exchange_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("smp::chosen_experts", torch.empty_like, lib=library)
+torch.library.register_fake("smp::sum_for_choice", lambda sums, group: torch.empty_like(sums), lib=library)
 torch.library.register_fake("smp::exchange_counts", lambda counts, group, size: torch.empty_like(counts), lib=library)
 torch.library.register_fake(
     "smp::exchange_rows", lambda rows, send, receive, group: rows.new_empty(sum(receive), *rows.shape[1:]), lib=library
@@ -88,10 +98,14 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> Sorted:
     return Sorted(torch.argsort(flat, stable=True), count(flat, experts))
 
 
-def count(numbers: torch.Tensor, most: int) -> torch.Tensor:
-    """Count how often each number below ``most`` occurs, ``(most,)`` int64; its shape waits for no values."""
+def count(numbers: torch.Tensor, most: int, ones: torch.Tensor | None = None) -> torch.Tensor:
+    """Count how often each number below ``most`` occurs, ``(most,)`` int64; its shape waits for no values.
+
+    Args:
+        ones: ``(numbers,)`` int64, 0 for those that are not counted; None: all are.
+    """
     zeros = torch.zeros(most, dtype=torch.int64, device=numbers.device)
-    return zeros.scatter_add_(0, numbers, torch.ones_like(numbers))
+    return zeros.scatter_add_(0, numbers, torch.ones_like(numbers) if ones is None else ones)
 
 
 def evenly(total: int, parts: int) -> list[int]:

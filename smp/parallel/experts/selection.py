@@ -9,48 +9,40 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from smp.errors import UserError
+from smp.parallel.experts.tokens import Tokens
 
-Choose = Callable[[torch.Tensor, int], torch.Tensor]
-_TOLERANCE, _EPSILON = 1e-4, 1e-8
+Choose = Callable[[torch.Tensor, int, Tokens], torch.Tensor]
+# So many, whatever the values, that ranks reduce alike, and that the host reads none of them.
+_ITERATIONS, _EPSILON = 32, 1e-8
 
 
-def sinkhorn(logits: torch.Tensor) -> torch.Tensor:
-    """Return exponentiated logits whose rows and columns sum up alike, each sequence by itself.
+def sinkhorn(logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """Return exponentiated logits whose rows and columns sum up alike, each sequence by itself; collective.
 
-    Megatron-LM normalises a micro-batch, whose sequences the layout decides.
+    Megatron-LM normalises a micro-batch, whose sequences the layout decides, until columns change by little.
 
     Args:
-        logits: ``(batch, sequence, experts)``.
+        logits: ``(tokens, experts)``.
 
     Source: ``sinkhorn`` of Megatron-LM's ``megatron/core/transformer/moe/moe_utils.py``.
     """
     cost = (logits - logits.amax(-1, keepdim=True)).exp()
-    _, tokens, experts = cost.shape
-    columns = torch.ones_like(cost[:, :1])
-    done = torch.zeros_like(cost[:, :1, :1], dtype=torch.bool)
-
-    def inverse_sums(scaled: torch.Tensor, along: int) -> torch.Tensor:
-        return 1 / (scaled.sum(along, keepdim=True) + _EPSILON)
-
-    while not bool(done.all()):
-        rows = inverse_sums(columns * cost, 2) / tokens
-        new = inverse_sums(rows * cost, 1) / experts
-        change = (new - columns).abs().mean(2, keepdim=True)
-        columns = torch.where(done, columns, new)  # how often is decided by the sequence alone
-        done = done | ~(change > _TOLERANCE)
-    return inverse_sums(columns * cost, 2) / tokens * columns * cost
+    scaled = cost
+    for _ in range(_ITERATIONS):
+        rows = 1 / (scaled.sum(1, keepdim=True) + _EPSILON) / tokens.length
+        columns = 1 / (tokens.add_up_over_ranks(rows * cost) + _EPSILON) / cost.shape[1]
+        scaled = columns[tokens.sequences] * cost
+    return 1 / (scaled.sum(1, keepdim=True) + _EPSILON) / tokens.length * scaled
 
 
-def by_sinkhorn(logits: torch.Tensor, top: int) -> torch.Tensor:
-    """Return the experts of each token by normalised logits, ``(batch, sequence, top)``."""
-    return sinkhorn(logits).topk(top, dim=-1).indices
+def by_sinkhorn(logits: torch.Tensor, top: int, tokens: Tokens) -> torch.Tensor:
+    """Return the experts of each token by normalised logits, ``(tokens, top)``; collective."""
+    return sinkhorn(logits, tokens).topk(top, dim=-1).indices
 
 
-def by_position(logits: torch.Tensor, top: int) -> torch.Tensor:
+def by_position(logits: torch.Tensor, top: int, tokens: Tokens) -> torch.Tensor:
     """Return the experts from that of a token's position in its sequence on, modulo their number."""
-    _, tokens, experts = logits.shape
-    first = torch.arange(tokens, device=logits.device).unsqueeze(1)
-    return ((first + torch.arange(top, device=logits.device)) % experts).expand(len(logits), -1, -1)
+    return (tokens.positions.unsqueeze(1) + torch.arange(top, device=logits.device)) % logits.shape[1]
 
 
 CHOOSE: dict[str, Choose] = {"sinkhorn": by_sinkhorn, "balanced": by_position}
@@ -70,12 +62,12 @@ class _Chosen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def replace(router: Any, choose: Choose, experts: int, batch: Callable[[], int]) -> None:
+def replace(router: Any, choose: Choose, experts: int, tokens: Callable[[], Tokens]) -> None:
     """Let a router in training choose otherwise; in evaluation, and what it exports, nothing changes.
 
     Args:
         experts: their number.
-        batch: returns the sequences of the running forward.
+        tokens: returns those of the running forward.
 
     Raises:
         UserError: in a forward, of a router that does not choose by ``topk``.
@@ -87,8 +79,9 @@ def replace(router: Any, choose: Choose, experts: int, batch: Callable[[], int])
             return forward(*args, **kwargs)
         with torch.no_grad():
             logits = forward(*args, **kwargs)[0]
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).view(batch(), -1, experts)
-            index = choose(logits, router.top_k).reshape(-1, router.top_k)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).view(-1, experts)
+            # An operation whose result recomputation keeps.
+            index = torch.ops.smp.chosen_experts(choose(logits, router.top_k, tokens()))
         with _Chosen(index, experts) as mode:
             found = forward(*args, **kwargs)
         if not mode.was_asked:

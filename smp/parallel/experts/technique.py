@@ -22,8 +22,9 @@ from smp.delayed_init import from_rank0
 from smp.errors import ConfigError
 from smp.memory.shape import FULL, ModelShape, Workload, splits_tokens
 from smp.mesh import Mesh
-from smp.models.experts import expert_modules
+from smp.models.experts import expert_modules, fp32_routers
 from smp.models.meta_model import meta_model
+from smp.optim.config import OptimConfig
 from smp.parallel.experts import balance
 from smp.parallel.experts.balance import after_update, extra_loss, metrics
 from smp.parallel.experts.compute import compute
@@ -53,7 +54,7 @@ def experts_forward(
     group, top, index = getattr(module, _GROUP, None), index.shape[-1], torch.ops.smp.chosen_experts(index)
     experts = module.down_proj.shape[0]
     by_expert = sort_by_expert(index, experts)
-    balance.note_counts(module, by_expert.counts)
+    balance.note_counts(module, index, by_expert.counts)
     rows = hidden[by_expert.order // top]
     if group is None:
         out = compute(module, rows, read_counts(by_expert))
@@ -70,6 +71,11 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
     asked = getattr(hf_config, "_experts_implementation_internal", None)
     if asked in _REFUSED:
         found.append(f"experts_implementation {asked} is not for training: leave it out")
+    model, kind = meta_model(hf_config).model, hf_config.model_type
+    if setup.settings[OptimConfig].param_dtype == "bf16" and fp32_routers(model):
+        found.append(
+            f"--param_dtype bf16: a model of type {kind!r} has routers in fp32, as in transformers: leave it out"
+        )
     if degree == 1:
         return found
     flag = f"--expert_parallel_degree {degree}"
@@ -78,8 +84,8 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
             f"{flag} with tensor parallelism needs --sequence_parallel 1, under which its ranks have different tokens: "
             f"set it, or leave {flag.split()[0]} out"
         )
-    modules: list[Any] = [module for _, module in expert_modules(meta_model(hf_config).model)]
-    kind, counts = hf_config.model_type, sorted({module.down_proj.shape[0] for module in modules})
+    modules: list[Any] = [module for _, module in expert_modules(model)]
+    counts = sorted({module.down_proj.shape[0] for module in modules})
     if not modules:
         return [*found, f"{flag}: a model of type {kind!r} has no experts that can be split: leave it out"]
     if any(getattr(module, "has_post_expert_norm", False) for module in modules):
