@@ -35,6 +35,7 @@ class Layer(NamedTuple):
         experts: their number.
         top: of these that each token is sent to.
         weights: elements of the matrices of one expert.
+        parameters: of one expert: these, and its biases.
         router: elements of the matrix that chooses them, where it is of no linear layer; else 0.
     """
 
@@ -42,6 +43,7 @@ class Layer(NamedTuple):
     experts: int
     top: int
     weights: int
+    parameters: int
     router: int
 
 
@@ -59,11 +61,17 @@ def expert_layers(model: nn.Module) -> list[Layer]:
         tops = [getattr(each, "top_k", None) for each in (block, *beside)]
         tops += [getattr(model.config, name, None) for name in TOP_KEYS]  # type: ignore[union-attr]
         top = next((value for value in tops if type(value) is int), count)
-        matrices = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3) // count
+        own = [p for p in module.parameters(recurse=False) if p.shape[:1] == (count,)]
+        matrices, parameters = (sum(p.numel() for p in own if p.dim() >= least) // count for least in (3, 1))
         routers = [each._parameters.get("weight") for each in beside if projection_size(each) is None]
         router = next((w.numel() for w in routers if w is not None and w.dim() == 2 and w.shape[0] == count), 0)
-        found.append(Layer(path, count, top, matrices, router))
+        found.append(Layer(path, count, top, matrices, parameters, router))
     return found
+
+
+def idle_parameters(model: nn.Module) -> int:
+    """Count the parameters of the experts that a token is not sent to; the model may be on the meta device."""
+    return sum((layer.experts - layer.top) * layer.parameters for layer in expert_layers(model))
 
 
 @contextlib.contextmanager
