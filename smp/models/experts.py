@@ -12,6 +12,7 @@ from torch import nn
 from smp.models.projection import projection_size
 
 _NONE = "smp_no_experts"  # an experts function under which no token is sent to an expert
+_OF_LLAMA4 = "Llama4TextExperts"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -19,7 +20,14 @@ def is_experts(module: nn.Module) -> bool:
 
     They are found by what transformers' ``use_experts_implementation`` sets, and not by names of classes.
     """
-    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "has_bias", "down_proj"))
+    return multiplies_all(module) or all(
+        hasattr(module, name) for name in ("has_gate", "is_transposed", "has_bias", "down_proj")
+    )
+
+
+def multiplies_all(module: nn.Module) -> bool:
+    """Return whether experts are multiplied with every token, as Llama 4's, which take no choices of a router."""
+    return any(cls.__name__ == _OF_LLAMA4 for cls in type(module).__mro__)
 
 
 def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
