@@ -75,14 +75,17 @@ def test_the_closed_form_counts_what_ranks_store_and_gather(degrees):
     resolved = resolve_model(ModelConfig(model="mixtral_tiny"))
     shape, mesh = model_shape(resolved), lay_out(**degrees)
     settings = Settings((ParallelConfig(sequence_parallel=True), ActivationConfig(), LossConfig(), OptimConfig()))
-    stored = sum(local.numel() for _, local in sharded_parameters(resolved, mesh, settings).values())
-    units = shape.unit_sizes(mesh.tp.size, mesh.degree("ep"))
-    assert units.parameters / mesh.shard.size == pytest.approx(stored, rel=1e-3)  # norms count as split
-    gathered = shape.gathered(units, mesh)
-    assert gathered.block - units.block == shape.experts // mesh.degree("ep") - shape.experts // (
-        mesh.tp.size if mesh.degree("ep") > 1 else 1
+    shapes = sharded_parameters(resolved, mesh, settings)
+    units, shard, ep = shape.unit_sizes(mesh.tp.size, mesh.degree("ep")), mesh.shard.size, mesh.degree("ep")
+    stored = sum(local.numel() for _, local in shapes.values())
+    assert units.parameters / shard == pytest.approx(stored, rel=1e-3)  # norms count as split
+    block = {name: sizes for name, sizes in shapes.items() if ".layers.0." in name}
+    gathered = sum(
+        full.numel() // ep if ".experts." in name else local.numel() * shard for name, (full, local) in block.items()
     )
-    assert gathered.parameters - units.parameters == shape.layers * (gathered.block - units.block)
+    found = shape.gathered(units, mesh)
+    assert found.block == pytest.approx(gathered, rel=1e-3)
+    assert found.parameters - units.parameters == shape.layers * (found.block - units.block)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
