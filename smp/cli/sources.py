@@ -20,15 +20,19 @@ from smp.parallel.adapter_files import NAMES
 class ModelTensors:
     """Parameters, named ``model.<name in the module>`` as in a checkpoint.
 
+    Args:
+        as_stored: whether tensors that are a part of a parameter, or several, are listed as the files have them.
+
     Attributes:
         entries: dtype and shape of each.
         files: the file that contains it.
 
     Raises:
-        UserError: there are no usable weights, or they are of an architecture that smp does not know.
+        UserError: there are no usable weights, or they are of an architecture that smp does not know, or without
+            ``as_stored`` of other tensors than parameters.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, *, as_stored: bool = False):
         path = config_file_of(directory)
         try:
             content = read_object(path)
@@ -42,7 +46,7 @@ class ModelTensors:
             names, prefix = {key: NAMES.module_key(key) for key in keys}, "model."
         else:
             family = family_of(config_from(path, content))
-            family.file_names.check(directory, "give a checkpoint", names_alone=True)
+            family.file_names.check(directory, "give a checkpoint", names_alone=not as_stored)
             keys = {key: file for key, file in weight_map(directory).items() if not family.file_names.ignored(key)}
             names = {key: family.file_names.module_key(key) for key in keys}
             # Files of the model without its head leave out its name there.

@@ -287,7 +287,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     which lives until the next unit's are reduced.
     """
     fp32, moment = 4, work.moment
-    units, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size), shape.trained(mesh.tp.size)
+    degrees = mesh.tp.size, mesh.degree("ep")
+    units, (trained, table, last, block) = shape.unit_sizes(*degrees), shape.trained(*degrees)
     total = units.parameters
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
     optim = work.settings[OptimConfig]

@@ -49,7 +49,7 @@ def _check(model: nn.Module, kind: str, layouts: list[Layout]) -> None:
             assert step or gradients.keys() == expected.gradients.keys()
 
 
-@pytest.mark.parametrize("kind", experts.KINDS)
+@pytest.mark.parametrize("kind", [*experts.KINDS, "llama4_text"])
 def test_two_ranks_train_like_one_process(kind):
     run_distributed(check, kind, TWO, world_size=2)
 
