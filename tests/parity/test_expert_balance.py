@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers  # noqa: F401  imported before the ranks are forked
 from torch import nn
 
+from smp.models.registry import family_of
 from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.technique import metrics
 from tests import experts
@@ -32,26 +33,49 @@ from tests.reference import (
 )
 
 STEPS = 2
-VALID = [int((global_batch(step)[1][:, 1:] != -100).sum()) for step in range(STEPS)]
+SIGMOID = ("deepseek_v3", "glm4_moe", "nemotron_h")  # their routers' scores, to which a bias is added
+VALID = [int((global_batch(step)[1][:, 1:] != -100).sum()) for step in range(STEPS + 1)]
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
 
 
-def loss_with(kind: str, extra: Any) -> Any:
-    """The plain model's loss, with that of all logits ``(layers, rows, length, experts)`` and their choices."""
+def routed(model: nn.Module, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The plain model's loss; logits and choices of its routers, ``(layers, rows, length, experts)``."""
+    seen: list[Any] = []
+    hooks = [each.register_forward_hook(lambda *a: seen.append(a[-1])) for each in routers(model)]
+    loss = mean_loss(model, step)
+    for hook in hooks:
+        hook.remove()
+    logits = torch.stack([logits.view(ROWS, LENGTH, -1) for logits, _, _ in seen])
+    chosen = torch.stack([F.one_hot(index.view(ROWS, LENGTH, -1), experts.EXPERTS).sum(-2) for *_, index in seen])
+    return loss, logits, chosen
+
+
+def loss_with(kind: str, extra: Any, plain: list[float] | None = None) -> Any:
+    """The plain model's loss with another one; ``plain`` receives that without it."""
 
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-        seen: list[Any] = []
-        hooks = [each.register_forward_hook(lambda *a: seen.append(a[-1])) for each in routers(model)]
-        loss = mean_loss(model, step)
-        for hook in hooks:
-            hook.remove()
-        logits = torch.stack([logits.view(ROWS, LENGTH, -1) for logits, _, _ in seen])
-        chosen = torch.stack([F.one_hot(index.view(ROWS, LENGTH, -1), experts.EXPERTS).sum(-2) for *_, index in seen])
-        scores = logits.sigmoid() if kind == "deepseek_v3" else logits.softmax(-1)
+        loss, logits, chosen = routed(model, step)
+        if plain is not None:
+            plain.append(loss.item())
+        scores = logits.sigmoid() if kind in SIGMOID else logits.softmax(-1)
         return loss + extra(logits, scores / scores.sum(-1, keepdim=True), chosen.double()) / VALID[step]
+
+    return loss_of
+
+
+def loss_with_biases(rate: float) -> Any:
+    """The plain model's loss, with biases that change after each step by the choices of all of its tokens."""
+    last: list[torch.Tensor] = []
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        for router, counts in zip(routers(model), last, strict=bool(step)):
+            router.e_score_correction_bias += rate * (counts.mean() - counts).sign()
+        loss, _, chosen = routed(model, step)
+        last[:] = chosen.sum((1, 2)).double()
+        return loss
 
     return loss_of
 
@@ -79,7 +103,9 @@ CASES = {
 }
 MANY = [Layout("full_shard", ep=2, checkpointing=True), Layout("full_shard", accumulation=2, ep=2, mode="selective")]
 SPLIT = Layout("full_shard", cp=2, ep=2)
-LAYOUTS = {"sequence": [*MANY, SPLIT], "aux_loss": [MANY[0], SPLIT], "z": MANY}
+# Tokens of all sequences are split, or none are.
+TENSOR = [Layout("full_shard", tp=2, ep=2, checkpointing=True), Layout("full_shard", tp=2, sequence=False)]
+LAYOUTS = {"sequence": [*MANY, SPLIT, *TENSOR], "aux_loss": [MANY[0], SPLIT], "z": MANY}
 
 
 def train(model: nn.Module, layout: Layout, config: ExpertsConfig, expected: Trajectory) -> None:
@@ -93,6 +119,7 @@ def train(model: nn.Module, layout: Layout, config: ExpertsConfig, expected: Tra
 
 def check(kind: str, names: list[str], layouts: dict[str, list[Layout]]) -> None:
     model = experts.build(kind)
+    family_of(model.config)  # derived in fp32, as always
     with in_double():
         for name in names:
             config, extra = CASES[name]
@@ -107,8 +134,8 @@ def test_losses_are_those_of_the_formulas_at_two_ranks(kind):
              "z": ["--moe_z_loss_coeff", 0.5]}  # fmt: skip
     for name, given in words.items():
         assert parse([*LLAMA, *SYNTHETIC, *given]).experts == CASES[name][0]
-    cp = kind == "mixtral"  # latent attention is not split by sequences
-    layouts = {name: [each for each in LAYOUTS[name] if cp or each.cp == 1] for name in CASES}
+    split = kind == "mixtral"  # latent attention is not
+    layouts = {name: [each for each in LAYOUTS[name] if split or each.cp == each.tp == 1] for name in CASES}
     run_distributed(check, kind, list(CASES), layouts, world_size=2)
 
 
@@ -125,6 +152,7 @@ def after_each_step(kind: str, layout: Layout, config: ExpertsConfig) -> tuple[l
 
 def same_as(kind: str, path: pathlib.Path, layouts: list[Layout], config: ExpertsConfig) -> None:
     expected, expected_norms = json.loads(path.read_text())
+    family_of(experts.config_of(kind))
     with in_double():
         for layout in layouts:
             found, norms = after_each_step(kind, layout, config)
@@ -147,7 +175,7 @@ def same_everywhere(kind: str, folder: pathlib.Path, layouts: list[Layout], conf
 def test_biases_have_the_same_bits_at_every_layout(tmp_path):
     words = ["--moe_load_balancing", "bias", "--moe_bias_update_rate", 0.01]
     config = parse([*LLAMA, *SYNTHETIC, *words]).experts
-    counts, biases = same_everywhere("glm4_moe", tmp_path, [*MANY, SPLIT], config)[0]
+    counts, biases = same_everywhere("glm4_moe", tmp_path, [*MANY, SPLIT, *TENSOR], config)[0]
     with in_double():
         model = experts.build("glm4_moe")
     before = [each.tolist() for name, each in model.named_buffers() if "correction_bias" in name]

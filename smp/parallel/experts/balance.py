@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from smp.axes import AXES
+from smp.config import ParallelConfig
 from smp.mesh import Mesh, Role
 from smp.models.experts import expert_modules
 from smp.models.meta_model import meta_model
@@ -33,8 +34,8 @@ class Noted(NamedTuple):
     """What a forward decided for a rank's tokens of ``(batch, sequence)``.
 
     Attributes:
-        chosen: ``(batch, experts)``, int64: tokens of each sequence that have chosen an expert.
-        probabilities: ``(batch, experts)``, sums over the tokens of each sequence, differentiable.
+        chosen: ``(batch, experts)``, int64: its tokens of each sequence that have chosen an expert.
+        probabilities: ``(batch, experts)``, sums over its tokens of each sequence, differentiable.
         z: 0-d, sum over the tokens, differentiable.
     """
 
@@ -71,7 +72,8 @@ class Layer:
         noted: with a loss.
     """
 
-    def __init__(self, block: nn.Module, experts: Any, config: ExpertsConfig):
+    def __init__(self, block: nn.Module, experts: Any, config: ExpertsConfig, parts: Role):
+        self._parts = parts  # of the tokens of a batch
         self.experts: int = experts.down_proj.shape[0]
         self.router = cast(Any, router_of(block, experts))
         self.top_k: int = getattr(self.router, "top_k", 0)
@@ -98,12 +100,16 @@ class Layer:
             return
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.sigmoid() if self._is_sigmoid else logits.softmax(-1)
+        probabilities, index = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2), index.flatten(0, -2)
+        tokens = len(probabilities)
+        # Tensor parallelism splits the tokens of all sequences, one after another, whatever the shape.
+        positions = torch.arange(tokens, device=index.device) + self._parts.rank * tokens
+        sequences = positions // (tokens * self._parts.size // self._batch)
         # Recomputed with the block, and so computed there again.
-        probabilities = (scores / scores.sum(-1, keepdim=True)).view(self._batch, -1, self.experts).sum(1)
-        z = logits.logsumexp(-1).square().sum()
+        zeros = probabilities.new_zeros(self._batch, self.experts)
+        z, probabilities = logits.logsumexp(-1).square().sum(), zeros.index_add(0, sequences, probabilities)
         if _runs_forward(router):
-            rows = torch.arange(self._batch, device=index.device).unsqueeze(1) * self.experts
-            flat = (index.reshape(self._batch, -1) + rows).view(-1)
+            flat = (index + sequences.unsqueeze(1) * self.experts).view(-1)
             chosen = count(flat, self._batch * self.experts).view(self._batch, -1)
             self.noted = Noted(chosen, probabilities, z)
 
@@ -128,10 +134,10 @@ def _sum(tensors: Sequence[torch.Tensor], roles: Sequence[Role]) -> list[torch.T
 class Balance:
     """The layers of a model, and the counts of its last step."""
 
-    def __init__(self, layers: list[Layer], config: ExpertsConfig, mesh: Mesh):
+    def __init__(self, layers: list[Layer], config: ExpertsConfig, mesh: Mesh, parts: Role):
         self._layers, self._config = layers, config
-        # Ranks of other tokens: of a sequence, and of the batch. With experts, tensor ranks have other tokens.
-        self._of_sequence, self._of_batch = (mesh.cp, mesh.tp), (mesh.loss, mesh.tp)
+        # Ranks of other tokens: of the same sequences, and of the global batch.
+        self._of_sequence, self._of_batch = (mesh.cp, parts), (mesh.loss, parts)
         self._counts: list[torch.Tensor] = []  # (experts,) of each layer, of this rank until they are summed
         self._is_summed, self._has_ended = True, True
 
@@ -205,8 +211,9 @@ class Balance:
 def follow(model: nn.Module, modules: list[tuple[str, Any]], setup: Setup) -> None:
     """Note what routers decide, for the balance that is asked for, and for the metrics."""
     config = setup.settings[ExpertsConfig]
-    layers = [Layer(model.get_submodule(path.rpartition(".")[0]), experts, config) for path, experts in modules]
-    setattr(model, _BALANCE, Balance(layers, config, setup.mesh))
+    parts = setup.mesh.tp if setup.settings[ParallelConfig].sequence_parallel else Role(1)
+    layers = [Layer(model.get_submodule(path.rpartition(".")[0]), experts, config, parts) for path, experts in modules]
+    setattr(model, _BALANCE, Balance(layers, config, setup.mesh, parts))
 
 
 def extra_loss(model: nn.Module, setup: Setup) -> torch.Tensor | None:
