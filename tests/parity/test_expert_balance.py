@@ -187,6 +187,23 @@ def test_biases_have_the_same_bits_at_every_layout(tmp_path):
         assert 0.01 in changes and -0.01 in changes
 
 
+def check_bf16() -> None:
+    model, rate, seen = experts.build("glm4_moe", torch.float32), 0.01, []
+    config = ExpertsConfig(moe_load_balancing="bias", moe_bias_update_rate=rate)
+    before = [router.e_score_correction_bias.clone() for router in routers(model)]
+    layout = Layout("full_shard", ep=2, dtype=torch.bfloat16, checkpointing=True)
+    assert len(list(train_parallel(model, layout, 1, seen=seen, more=(config,)))) == 1
+    counts = metrics(seen[0])["experts/tokens"]
+    assert counts.dtype == torch.int64 and counts.sum(1).tolist() == [ROWS * LENGTH * 2] * len(before)
+    for router, old, tokens in zip(routers(seen[0]), before, counts, strict=True):
+        new, direction = router.e_score_correction_bias, (tokens.sum() - len(tokens) * tokens).sign()
+        assert new.dtype == torch.float32 and torch.equal(new, old.add(direction.float(), alpha=rate))
+
+
+def test_biases_and_counts_are_not_rounded_to_bf16():
+    run_distributed(check_bf16, world_size=2)
+
+
 @pytest.mark.parametrize(("kind", "method"), [("mixtral", "sinkhorn"), ("deepseek_v3", "balanced")])
 def test_another_selection_is_the_same_at_every_layout(kind, method, tmp_path):
     counts = [each for each, _ in same_everywhere(kind, tmp_path, MANY, ExpertsConfig(moe_load_balancing=method))]
