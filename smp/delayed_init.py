@@ -15,11 +15,13 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from smp.errors import UserError
 from smp.local_shards import local_part
@@ -65,6 +67,18 @@ def refuse_other_numbers(number: int, groups: Iterable[dist.ProcessGroup | None]
         )
 
 
+class _ExpertsOnMeta(TorchFunctionMode):
+    """Makes uninitialised tensors of three axes on the meta device, such as the experts of a layer.
+
+    accelerate moves a parameter there that has been allocated: those of DeepSeek V3 are 30 GB in one tensor.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shape = args[0] if args and isinstance(args[0], (tuple, list)) else args
+        where = {"device": "meta"} if function is torch.empty and len(shape) > 2 else {}
+        return function(*args, **{**where, **(kwargs or {})})
+
+
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Call ``build`` so that parameters are on the meta device and buffers are real.
 
@@ -73,7 +87,7 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), _ExpertsOnMeta():
         return build()
 
 
