@@ -110,6 +110,23 @@ def test_ranks_may_give_parameters_in_any_order():
     run_distributed(_check_any_order, world_size=4, timeout=60)
 
 
+def _check_two_meshes():
+    """Of the same ranks: group names give no order, as rank 0's 1 is before its 9, and rank 1's 10 before its 2."""
+    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")) for _ in range(3)]
+    torch.manual_seed(0)
+    whole = [torch.randn(6, 5), 100 * torch.randn(4, 4)]
+    how = (Shard(0), Shard(1))
+    parameters = [distributed(tensor, mesh, how) for tensor, mesh in zip(whole, meshes[::2], strict=True)]
+    assert len({parameter.grad.device_mesh.get_group("a").group_name for parameter in parameters}) == 2
+    norm = clip_grad_norm_(parameters, 1.0)
+    expected = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in whole]))
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+
+
+def test_two_meshes_of_the_same_ranks_are_one():
+    run_distributed(_check_two_meshes, world_size=4, limit=120)
+
+
 def _unreduced(defer):
     mesh = init_device_mesh("cpu", (1, 2) if defer else (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
