@@ -15,6 +15,7 @@ from smp.models.added import added_parameters, base_of, encoded_parameters, trai
 from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
 from smp.parallel import nf4
+from smp.parallel.expert_adapters import factor_names
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora import Adapter, Config
 from smp.parallel.token_rows import ROWS
@@ -105,6 +106,11 @@ def merging(
         if path in tokens:
             rows = read(f"{path}.{ROWS}").to(weight.device)
             return weight.index_copy(0, torch.tensor(tokens[path], device=weight.device), rows)
+        of_experts = factor_names(name)
+        if of_experts[0] in factors:
+            a, b = (read(factor).to(weight.device) for factor in of_experts)
+            experts: Any = model.get_submodule(name.rpartition(".")[0])
+            return _added_to_experts(weight, a, b, scale, transposed=experts.is_transposed)
         if f"{path}.lora_A" not in factors:
             return weight
         a, b = (read(f"{path}.{factor}").to(weight.device) for factor in Adapter.own)
@@ -112,3 +118,14 @@ def merging(
         return weight + (delta.T if is_transposed(model.get_submodule(path)) else delta)
 
     return read_merged
+
+
+def _added_to_experts(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, *, transposed: bool
+) -> torch.Tensor:
+    """Return the matrices of experts with their factors' products added, of which one is made at a time."""
+    found = weight.clone()
+    for matrix, one, other in zip(found, a, b, strict=True):
+        delta = other @ one * scale
+        matrix += delta.T if transposed else delta
+    return found

@@ -9,6 +9,7 @@ sharded and computed as in any model. Source of the folding: torchtitan's ``Para
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -97,17 +98,22 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     return Traffic([Sent("all_to_all", rows, "ep", times)])
 
 
+def compute_here(modules: Iterable[Any]) -> None:
+    """Let experts compute by smp's function."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    for module in modules:
+        module.config._experts_implementation_internal = NAME
+
+
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the experts compute by smp's function, and give each rank of the axis its own."""
     modules: list[Any] = [module for _, module in expert_modules(model)]
     if not modules or hasattr(model, _APPLIED):
         return
     setattr(model, _APPLIED, True)
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    for module in modules:
-        module.config._experts_implementation_internal = NAME
+    compute_here(modules)
     balance.follow(model, expert_modules(model), setup)
     if setup.mesh.degree("ep") == 1:
         return
