@@ -34,10 +34,13 @@ def _sharded_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def _order(groups: tuple[dist.ProcessGroup, ...]) -> list[tuple[int, int, str]]:
-    """Return a sort key of sets of groups, the same on every rank: stride and size of the mesh's axes."""
-    ranks = [dist.get_process_group_ranks(group) for group in groups]
-    return [(own[1] - own[0], len(own), group.group_name) for own, group in zip(ranks, groups, strict=True)]
+def _order(groups: tuple[dist.ProcessGroup, ...]) -> list[tuple[int, int, int, str]]:
+    """Return a sort key of sets of groups, the same on every rank: stride and size of the mesh's axes.
+
+    Of groups with the same axes the names decide, which are numbers in the order in which they were made.
+    """
+    found = [(dist.get_process_group_ranks(group), group.group_name) for group in groups]
+    return [(ranks[1] - ranks[0], len(ranks), len(name), name) for ranks, name in found]
 
 
 def _computing_device(gradient: torch.Tensor) -> torch.device:
