@@ -23,7 +23,7 @@ from smp.models.registry import build_model, family_of
 from smp.models.weight_files import ADAPTER_CONFIG, directory_of, weight_map
 from smp.parallel.adapter_config import WEIGHTS, saved_settings
 from smp.parallel.adapter_files import NAMES
-from smp.parallel.expert_adapters import factor_names, in_files, is_factor
+from smp.parallel.expert_adapters import factor_names, in_files, is_factor, parameter_of
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora import Adapter, Config, linear_layers
 from smp.parallel.token_rows import ROWS
@@ -112,8 +112,8 @@ class SavedAdapter:
             layer: Any = modules.get(path)
             names, weight, dim = tuple(Adapter.own), getattr(layer, "weight", None), 2
             if is_factor(own):
-                names, dim = factor_names(own.rpartition("_lora_")[0]), 3
-                weight = dict(layer.named_parameters(recurse=False)).get(own.rpartition("_lora_")[0]) if layer else None
+                names, dim = factor_names(parameter_of(own)), 3
+                weight = layer and layer._parameters.get(parameter_of(own))
             a, b = (self.factors.get(f"{path}.{factor}") for factor in names)
             if a is None or b is None or weight is None or weight.dim() != dim:
                 raise self._misfit(name)
@@ -192,8 +192,10 @@ def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | N
         return None
     if (weights := weights_at(base)) is None:
         where = "" if base is None else f" at {shown(base)}"
-        raise UserError(f"the base model of checkpoint {path} is not there{where}: give its directory by --base DIR, or "
-                        f"leave it out with --no-merge")
+        raise UserError(
+            f"the base model of checkpoint {path} is not there{where}: give its directory by --base DIR, or "
+            f"leave it out with --no-merge"
+        )
     if given is None:
         refuse_links_out(directory_of(weights) or weights, set(weight_map(weights).values()), path)
     if not is_base_of(manifest, weights):

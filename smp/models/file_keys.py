@@ -159,7 +159,9 @@ class Conversion:
 
     def _joined_keys(self, count: int, rows: int, columns: int) -> Iterator[FileKey]:
         for index in range(count):
-            box = FileKey(self.files[0], (count * rows, columns), (index, 0, 0), (1, rows, columns), (index * rows, 0), True)
+            box = FileKey(
+                self.files[0], (count * rows, columns), (index, 0, 0), (1, rows, columns), (index * rows, 0), True
+            )
             if self.joined == "columns":
                 box = box._replace(shape=(rows, columns * count), start=(0, index), step=(1, count))
             yield box

@@ -85,15 +85,15 @@ class GivenAdapter:
         Raises:
             UserError: it has another shape.
         """
-        found = self._tensors[each.key]
-        if tuple(found.shape) != each.rows[0].shape:
+        rows = each.rows
+        (key, shape, *_), found = rows[0], self._tensors[rows[0].key]
+        if tuple(found.shape) != shape:
             raise UserError(
-                f"--adapter_path: {self._file}: {each.key} is {tuple(found.shape)}, and by {ADAPTER_CONFIG} and the "
-                f"model it would be {each.rows[0].shape}: give the base model that it was trained with, and undo "
-                f"changes of that file"
+                f"--adapter_path: {self._file}: {key} is {tuple(found.shape)}, and by {ADAPTER_CONFIG} and the model "
+                f"it would be {shape}: give the base model that it was trained with, and undo changes of that file"
             )
         values = torch.empty(each.shape, dtype=found.dtype)
-        for row in each.rows:
+        for row in rows:
             row.of_parameter(values).copy_(found[row.in_tensor])
         return values_rule(values)
 

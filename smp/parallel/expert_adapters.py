@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from smp.parallel.experts.technique import compute_here
 from smp.parallel.lora_config import Config
 
 _MATRICES = 3  # axes of a parameter that has a matrix of each expert
+_JOINED: Mapping[str, Literal["rows", "columns"]] = {"lora_A": "rows", "lora_B": "columns"}  # in peft's files
 _LAST = "down_proj"  # of the matrices of experts, in every model of transformers; peft wraps it last
 
 
@@ -35,6 +36,11 @@ def factor_names(parameter: str) -> tuple[str, str]:
     """Return the names of the factors beside a parameter of experts."""
     a, b = Adapter.own
     return f"{parameter}_{a}", f"{parameter}_{b}"
+
+
+def parameter_of(factor: str) -> str:
+    """Return the name of the parameter of experts that a factor is beside."""
+    return factor.rpartition("_lora_")[0]
 
 
 def is_factor(name: str) -> bool:
@@ -54,10 +60,11 @@ def in_files(names: FileNames, factors: Iterable[str]) -> FileNames:
     known, conversions = set(factors), []
     for name in sorted(known):
         module, _, factor = name.rpartition(".")
-        parameter, own = next((factor.removesuffix(f"_{own}"), own) for own in Adapter.own if factor.endswith(own))
+        parameter = parameter_of(factor)
+        own = factor.removeprefix(f"{parameter}_")
         is_inner = parameter != _LAST and f"{module}.{factor_names(_LAST)[0]}" in known
-        file, joined = f"{'base_layer.' * is_inner}{own}.weight", "rows" if own == "lora_A" else "columns"
-        conversions.append(Conversion((file,), (factor,), prefixes=(f"{module}.",), joined=joined))
+        file = f"{'base_layer.' * is_inner}{own}.weight"
+        conversions.append(Conversion((file,), (factor,), prefixes=(f"{module}.",), joined=_JOINED[own]))
     return dataclasses.replace(names, conversions=tuple(conversions))
 
 
@@ -135,9 +142,7 @@ class ExpertAdapter:
         self.scale, self.left_out = scale, False
         self._names = factor_names(parameter)
 
-    def __call__(
-        self, product: torch.Tensor, module: nn.Module, rows: torch.Tensor, counts: list[int]
-    ) -> torch.Tensor:
+    def __call__(self, product: torch.Tensor, module: nn.Module, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Add it to the product of rows, sorted by expert, with the experts' matrices."""
         if self.left_out:
             return product

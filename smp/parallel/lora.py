@@ -62,7 +62,7 @@ def log_reach(model: nn.Module, family: Family, config: Config) -> None:
     reached = {path.rpartition(".")[2] for path in target_layers(model, family, config)}
     said = f"The routed experts ({', '.join(sorted(every))}) get none and are frozen."
     if found:
-        said = f"The routed experts get some of {', '.join(sorted(found))}."
+        said = f"The routed experts get adapters of {', '.join(sorted(found))}."
     logger.info(
         "--lora_target_modules %s: adapters of %s. %s",
         " ".join(config.lora_target_modules), ", ".join(sorted(reached)) or "no layers", said,

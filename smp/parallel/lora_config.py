@@ -76,7 +76,9 @@ class Config(Section):
     @property
     def merges(self) -> bool:
         """Return whether the final model is the merged one."""
-        return bool(self.with_adapter().lora_target_parameters if self.save_merged_model is None else self.save_merged_model)
+        return bool(
+            self.with_adapter().lora_target_parameters if self.save_merged_model is None else self.save_merged_model
+        )
 
     @property
     def scale(self) -> float:

@@ -300,7 +300,9 @@ def finish(trainer: Trainer, status: int) -> None:
         loads = "peft's PeftModel" if is_adapter else "AutoModelForCausalLM"
         logger.info("Final %s: %s (%s.from_pretrained loads it).", "adapter" if is_adapter else "model", final, loads)
         if merged and job.settings[lora.Config].save_merged_model is None:
-            logger.info("It has its adapters merged, as servers drop those of experts; --save_merged_model 0 writes them.")
+            logger.info(
+                "It has its adapters merged, as servers drop those of experts; --save_merged_model 0 writes them."
+            )
         if url is not None:
             upload_model_together(final, url, functools.partial(trainer.guard.enter, "checkpoint"))
             logger.info("It was uploaded to %s.", url)

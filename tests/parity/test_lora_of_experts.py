@@ -1,4 +1,4 @@
-"""Adapters of a mixture's attention: trained beside experts that are split, merged, and what gets none is said."""
+"""Adapters of a mixture, of layers and of experts that are split: steps and files of peft, and what is said."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from smp.checkpoint.hf_export import export_hf
 from smp.config import ActivationConfig, Settings
 from smp.errors import UserError
 from smp.mesh import lay_out
+from smp.models.meta_model import meta_model
+from smp.models.parameters import parameter_table
 from smp.models.registry import family_of
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import build_optimizer
 from smp.parallel import lora
+from smp.parallel.experts.compute import multiply
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup
+from smp.train.flops import model_flops_per_token
 from smp.train.step import train_step
 from tests import experts
 from tests.distributed import run_distributed
@@ -31,6 +35,7 @@ from tests.reference import (
     CLIP,
     LR,
     Layout,
+    build_reference,
     global_batch,
     rank_batch,
     reference_trajectory,
@@ -141,14 +146,78 @@ def test_steps_of_four_ranks_are_those_of_peft(tmp_path):
     run_distributed(check, "qwen3_moe", FOUR, tmp_path, world_size=4)
 
 
-def test_what_adapters_reach_is_said(caplog):
+@pytest.mark.parametrize(("parameters", "said"), [
+    ((), "The routed experts (down_proj, gate_up_proj) get none and are frozen."),
+    (("down_proj",), "The routed experts get adapters of down_proj."),
+])  # fmt: skip
+def test_what_adapters_reach_is_said(parameters, said, caplog):
     with caplog.at_level(logging.INFO, "smp"):
-        smp.lora(experts.build("glm4_moe"), rank=2)
-    (said,) = (record.getMessage() for record in caplog.records if "adapters of" in record.getMessage())
-    assert said == (
-        "--lora_target_modules all-linear: adapters of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj. "
-        "The routed experts (down_proj, gate_up_proj) get none and are frozen."
+        smp.lora(experts.build("glm4_moe"), rank=2, target_parameters=parameters)
+    (found,) = (record.getMessage() for record in caplog.records if "adapters of" in record.getMessage())
+    reached = (
+        "--lora_target_modules all-linear: adapters of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj."
     )
+    assert found == f"{reached} {said}"
+
+
+@pytest.mark.parametrize("targets", [["gate_up_proj"], ["mlp.experts.down_proj", "layers.1.mlp.experts.gate_up_proj"]])
+def test_adapters_of_experts_alone_are_read_by_peft(targets, tmp_path):
+    model = smp.lora(experts.build("gpt_oss"), rank=2, target_modules=[], target_parameters=targets)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+    smp.export_hf(model, tmp_path)
+    batch = global_batch(0)[0]
+    wanted, base = model(input_ids=batch).logits, experts.build("gpt_oss")(input_ids=batch).logits
+    assert relative(wanted - base, base) > 1e-3
+    theirs = peft.PeftModel.from_pretrained(experts.build("gpt_oss"), tmp_path)
+    adapted = sum(p.numel() for name, p in theirs.named_parameters() if ".lora_" in name)
+    assert adapted == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    again = smp.lora(experts.build("gpt_oss"), adapter_path=tmp_path)
+    for each in (theirs, again):
+        assert relative(each(input_ids=batch).logits - wanted, wanted) <= 1e-6  # norms are of fp32
+    with lora.left_out(model):
+        assert relative(model(input_ids=batch).logits - base, base) <= 1e-6
+
+
+def test_factors_of_any_rank_are_multiplied_in_fp32():
+    """Of 3 rows they are none that grouped_mm takes."""
+    torch.manual_seed(5)
+    rows, weight = torch.randn(9, 32), torch.randn(4, 3, 32)
+    found = multiply(rows, weight, [2, 0, 3, 4])
+    assert (
+        relative(found - torch.cat([rows[:2] @ weight[0].T, rows[2:5] @ weight[2].T, rows[5:] @ weight[3].T]), found)
+        < 1e-6
+    )
+
+
+@pytest.mark.parametrize(("kind", "changes", "sentence"), [
+    ("mixtral", {"target_parameters": ["w1"]}, "the end of no parameter's name; there are experts.down_proj, exp"),
+    ("glm4_moe", {"target_parameters": ["gate.weight"]}, "is the end of model.layers.1.mlp.gate.weight, no"),
+    ("gpt_oss", {"target_parameters": ["down_proj_bias"]}, "no matrices of experts; there are experts.down"),
+    ("mixtral", {"target_parameters": ["down_proj"], "dropout": 0.1}, "adapters of experts have none, as in peft"),
+    (None, {"target_parameters": ["down_proj.weight"]}, "the model has no experts in one parameter: leave it out"),
+])  # fmt: skip
+def test_what_gets_no_adapter_is_refused(kind, changes, sentence):
+    model = build_reference("llama_gqa", torch.float32) if kind is None else experts.build(kind)
+    with pytest.raises(UserError, match=sentence):
+        smp.lora(model, rank=2, **changes)
+
+
+def test_factors_of_experts_are_counted():
+    """Trained are all, and a token's FLOPs are of the experts that it is sent to."""
+    config = experts.config_of("mixtral")
+    family, width, inner, layers, rank, top = family_of(config), 32, 48, 3, 2, 2
+    settings = lora.Config(lora_rank=rank, lora_target_modules=("none",), lora_target_parameters=("experts.down_proj",))
+    own = lora.parameters(meta_model(config).model, family, Settings((settings,)))
+    table = meta_model(config).table.with_added(own.added, freezes=True, trained=(), family=family)
+    one = layers * rank * (width + inner)
+    assert table.count(lambda spec: spec.trained) == one * experts.EXPERTS
+    assert f" + 6 x {one * top} trained ones" in model_flops_per_token(config, 16, table).formula
+    model = smp.lora(experts.build("mixtral"), rank, target_modules=[], target_parameters=["down_proj"])
+    kinds = {spec.name: spec.kind for spec in parameter_table(model, family) if spec.added}
+    assert kinds == {spec.name: spec.kind for spec in table if spec.added} and set(kinds.values()) == {"experts"}
 
 
 def test_experts_in_4_bits_are_refused():

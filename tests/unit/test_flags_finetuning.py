@@ -158,7 +158,7 @@ def test_frozen_weights_take_two_bytes_however_the_model_is_built():
 
 
 @check(
-    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora", "adapter_path",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_use_rslora", "adapter_path",
     "save_merged_model", "lora_train_tokens", "lora_modules_to_save",
 )  # fmt: skip
 def test_adapters(tmp_path):
@@ -177,9 +177,14 @@ def test_adapters(tmp_path):
     assert whole_head == {("lm_head.weight", 64 * 32)}
     only = trained("--lora_rank", 2, "--lora_target_modules", "q_proj", "v_proj")
     assert {name.split(".")[-2] for name in only} == {"q_proj", "v_proj"}
+    of_experts = ["--lora_target_modules", "none", "--lora_target_parameters", "experts.down_proj"]
+    both = trained("--model", "mixtral_tiny", "--lora_rank", 2, *of_experts)
+    assert {name.split(".")[-1] for name in both} == {"down_proj_lora_A", "down_proj_lora_B"}
     scale = lambda *words: parse(["--lora_rank", 4, *words]).lora.scale  # noqa: E731
     assert (scale(), scale("--lora_alpha", 8), scale("--lora_use_rslora", 1)) == (4.0, 2.0, 8.0)
-    assert parse(["--lora_rank", 4, "--save_merged_model", 1]).lora.save_merged_model  # see test_lora_job
+    merges = lambda *words: parse(["--lora_rank", 4, *words]).lora.merges  # noqa: E731  see test_lora_job
+    assert [merges(), merges("--save_merged_model", 1), merges(*of_experts)] == [False, True, True]
+    assert not merges(*of_experts, "--save_merged_model", 0)
     config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "lora_dropout": 0.25}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     given = parse(["--adapter_path", tmp_path]).lora.with_adapter()

@@ -112,7 +112,9 @@ def _check_names_of_any_length():
     while dist.new_group().group_name != "8":
         pass
     meshes = [init_device_mesh("cpu", (2, 2)) for _ in range(2)]
-    parameters = [distributed(torch.full((4, 4), 3.0 + each), mesh, (Shard(0), Shard(1))) for each, mesh in enumerate(meshes)]
+    parameters = [
+        distributed(torch.full((4, 4), 3.0 + each), mesh, (Shard(0), Shard(1))) for each, mesh in enumerate(meshes)
+    ]
     assert clip_grad_norm_(parameters, 0.0).item() == pytest.approx(20)
 
 
