@@ -91,14 +91,14 @@ class SavedAdapter:
         with torch.device("meta"):
             model = build_model(hf_config, attn_implementation="eager")
         self._check(model)
+        read_merged = read_stored = lambda name: stored(read(name), self.dtype)
         if weights is not None:
             layers = linear_layers(model, family_of(hf_config)) if self.is_quantised else {}
             quantised = {f"{path}.weight" for path in layers}
-            read = reader_of(model, weights, self.dtype, quantised, read, trained=self.modules)
+            read_merged = reader_of(model, weights, self.dtype, quantised, read_stored, trained=self.modules)
         tensors = {**dict(model.named_parameters()), **dict(buffers_of(model))}
         parameters = {name: stored(tensor, self.dtype) for name, tensor in tensors.items()}
-        read_stored = lambda name: stored(read(name), self.dtype)  # noqa: E731
-        return parameters, merging(model, self.factors, self.scale, read_stored, self.tokens)
+        return parameters, merging(model, self.factors, self.scale, read_merged, self.tokens)
 
     def _check(self, model: torch.nn.Module) -> None:
         modules = dict(model.named_modules())

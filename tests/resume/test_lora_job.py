@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import smp.cli
+from smp.checkpoint import lora_merge
 from smp.checkpoint.manifest import read_manifest
+from smp.pretrained import read_box
 from tests import experts
 from tests.job import losses, run_job
 from tests.reference import INDUCTOR, VOCABULARY, build_reference
@@ -91,8 +94,11 @@ def test_adapters_of_a_mixture_are_merged_into_files_of_each_expert(folder):
     words = ["--max_steps", 2, "--expert_parallel_degree", 2, "--save_final_model", 1]
     done = run_job(*flags(folder, base="mixture"), *words, world_size=2).succeeded()
     assert done.output.count("The routed experts (down_proj, gate_up_proj) get none and are frozen.") == 1
-    run = folder / "run"
-    assert smp.cli.main(["export", "--merge", str(run / "checkpoints" / "latest"), str(folder / "merged")]) == 0
+    run, read = folder / "run", []
+    with mock.patch.object(lora_merge, "read_box", lambda *given: read.append(given[1]) or read_box(*given)):
+        assert smp.cli.main(["export", "--merge", str(run / "checkpoints" / "latest"), str(folder / "merged")]) == 0
+    # Of the experts of a layer, as of no other parameter, a matrix of a file at a time.
+    assert len(read) == 3 * 3 * experts.EXPERTS and {box[0].stop - box[0].start for box in read} == {1}
     base = AutoModelForCausalLM.from_pretrained(folder / "mixture", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, run / "final").merge_and_unload().state_dict()
     model, report = AutoModelForCausalLM.from_pretrained(
