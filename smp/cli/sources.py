@@ -42,6 +42,11 @@ class ModelTensors:
         self.files: dict[str, Path] = {}
         self._keys: dict[str, str] = {}
         if path.name == ADAPTER_CONFIG:
+            if content.get("target_parameters"):
+                raise UserError(
+                    f"{directory}: peft's files have the factors of experts joined, in another form than the model: "
+                    f"give a checkpoint"
+                )
             keys = weight_map(directory / WEIGHTS)
             names, prefix = {key: NAMES.module_key(key) for key in keys}, "model."
         else:

@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.memory.estimate import memory_at, worst_case_bytes
@@ -14,6 +16,7 @@ from smp.models.model_config import ModelConfig, resolve_model
 from smp.optim.config import OptimConfig
 from smp.parallel import activation_checkpoint
 from smp.parallel.experts import traffic
+from smp.parallel.experts.compute import multiply
 from smp.parallel.parallelize import settings_of
 from smp.plan.closed_time import step_time
 from smp.plan.devices import DEVICES
@@ -35,6 +38,13 @@ def test_flops_of_qwen3_30b_a3b_are_those_of_its_active_parameters():
 def test_active_parameters_are_those_of_a_tokens_experts(name, active):
     shape = model_shape(resolve_model(ModelConfig(model=name)))
     assert shape.active_parameters == (active or shape.parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_experts_are_planned_in_each_dtype(dtype):
+    with FakeTensorMode():
+        found = multiply(torch.empty(6, 16, dtype=dtype), torch.empty(3, 32, 16, dtype=dtype), [1, 2, 3])
+    assert found.shape == (6, 32) and found.dtype == dtype
 
 
 @pytest.mark.parametrize("kind", experts.KINDS)

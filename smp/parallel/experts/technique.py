@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -140,13 +141,8 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     return Traffic([Sent("all_to_all", rows, "ep", times)])
 
 
-def apply(model: nn.Module, setup: Setup, *, take: bool = False) -> None:
-    """Let the experts compute by smp's function, and give each rank of the axis its own; with ``take`` rank 0's."""
-    found = expert_modules(model)
-    modules: list[Any] = [module for _, module in found]
-    if not modules or hasattr(model, _APPLIED):
-        return
-    setattr(model, _APPLIED, True)
+def compute_here(model: nn.Module, found: Iterable[tuple[str, Any]]) -> None:
+    """Let experts, by path, compute by smp's function."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -154,7 +150,17 @@ def apply(model: nn.Module, setup: Setup, *, take: bool = False) -> None:
         if multiplies_all(module):
             _send_chosen(model.get_submodule(path.rpartition(".")[0]))
         else:
-            module.config._experts_implementation_internal = NAME  # type: ignore[union-attr]
+            module.config._experts_implementation_internal = NAME
+
+
+def apply(model: nn.Module, setup: Setup, *, take: bool = False) -> None:
+    """Let the experts compute by smp's function, and give each rank of the axis its own; with ``take`` rank 0's."""
+    found = expert_modules(model)
+    modules: list[Any] = [module for _, module in found]
+    if not modules or hasattr(model, _APPLIED):
+        return
+    setattr(model, _APPLIED, True)
+    compute_here(model, found)
     balance.follow(model, found, setup)
     if setup.mesh.degree("ep") == 1:
         return
