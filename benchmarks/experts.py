@@ -3,9 +3,9 @@
     python benchmarks/experts.py --output benchmarks/results/experts.md
     python benchmarks/experts.py --processes 2 --rounds 2                  # a trial, seconds
 
-Both train one Mixtral over all processes, sharded, the experts split over as many, with gloo and a thread for each
-process; steps of the two take turns. Ratios are smp over transformers, median and range over the rounds. Gradients are
-compared in fp64 with those of one process: 1 is right.
+Both train one Mixtral over all processes, sharded, the experts split over as many, a thread for each process, with
+gloo; smp with smddp, too, in as many other processes that wait meanwhile. Steps of the three take turns. Ratios are
+median and range over the rounds. Gradients are compared in fp64 with those of one process: 1 is right.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import smp
 from smp.local_shards import local_tensor
 
 ROWS, LENGTH = 2, 256  # of a process
+BACKENDS = ("gloo", "smddp")
 
 
 def build(folder: Path) -> Any:
@@ -109,17 +110,20 @@ def seconds(model: Any, ids: torch.Tensor) -> float:
     return float(spent)
 
 
-def measure(rank: int, world: int, rounds: int, folder: str, results: Any) -> None:
-    """Measure on one rank; the first one tells."""
+def join(rank: int, world: int, folder: Path, backend: str) -> None:
+    """Join the group of a backend."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
-    path = Path(folder)
     dist.init_process_group(
-        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=datetime.timedelta(minutes=2)
-    )
-    if rank == 0:
-        build(path / "model")
-    dist.barrier()
+        backend, init_method=f"file://{folder}/{backend}", rank=rank, world_size=world,
+        timeout=datetime.timedelta(minutes=2),
+    )  # fmt: skip
+
+
+def measure(rank: int, world: int, rounds: int, folder: str, backend: str, turns: Any, results: Any) -> None:
+    """Measure on one rank of a backend; the first one tells. Processes of the backends take turns."""
+    path = Path(folder)
+    join(rank, world, path, backend)
     from transformers import AutoModelForCausalLM
 
     plain_model = AutoModelForCausalLM.from_pretrained(
@@ -129,26 +133,53 @@ def measure(rank: int, world: int, rounds: int, folder: str, results: Any) -> No
     ids = torch.randint(0, 512, (2 * world, 32))
     loss_of(plain_model, ids, ids[:, 1:].numel()).backward()
     plain = {name: p.grad for name, p in plain_model.named_parameters() if p.grad is not None}
-    found: dict[str, Any] = {"factors": {}}
+    found: dict[str, Any] = {"factors": {}, "bytes": {}}
     tokens = ids[:, 1:].numel()
-    for name, make, divisor in (("transformers", of_transformers, tokens // world), ("smp", of_smp, tokens)):
+    makers = {"smp": (of_smp, tokens), "transformers": (of_transformers, tokens // world)}
+    if backend != "gloo":
+        del makers["transformers"]
+    for name, (make, divisor) in makers.items():
         found["factors"][name] = factors(make(path / "model", world, torch.float64), plain, ids, divisor)
-    models = {name: make(path / "model", world, torch.float32)
-              for name, make in (("transformers", of_transformers), ("smp", of_smp))}  # fmt: skip
+    models = {name: make(path / "model", world, torch.float32) for name, (make, _) in makers.items()}
     torch.manual_seed(rank)
     own = torch.randint(0, 512, (ROWS, LENGTH))
-    times: dict[str, list[float]] = {name: [] for name in models}
+    found["times"] = {name: [] for name in models}
     for index in range(rounds + 1):
-        for name in sorted(models, reverse=bool(index % 2)):
-            times[name].append(seconds(models[name], own))
-    for model in models.values():
+        for turn in sorted(BACKENDS, reverse=bool(index % 2)):
+            turns.wait()
+            for name in sorted(models, reverse=bool(index % 2)) if turn == backend else ():
+                found["times"][name].append(seconds(models[name], own))
+    for name, model in models.items():
         loss_of(model, own, 1.0).backward()
-    found["times"] = [a / b for a, b in zip(times["smp"][1:], times["transformers"][1:], strict=True)]
-    found["bytes"] = nbytes(models["smp"]) / nbytes(models["transformers"])
+        found["bytes"][name] = nbytes(model)
     if rank == 0:
-        results.put((world, found))
+        results.put((backend, found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run(world: int, rounds: int) -> dict[str, Any]:
+    """Measure all contenders over a number of processes, by name: smp over either backend, and transformers."""
+    context = mp.get_context("spawn")
+    results, turns = context.SimpleQueue(), context.Barrier(len(BACKENDS) * world, timeout=120)
+    with tempfile.TemporaryDirectory() as folder:
+        build(Path(folder) / "model")
+        running = [
+            mp.spawn(measure, (world, rounds, folder, backend, turns, results), nprocs=world, join=False)
+            for backend in BACKENDS
+        ]
+        for each in running:
+            while not each.join():
+                pass
+        by_backend = dict(results.get() for _ in running)
+    gloo, smddp = by_backend["gloo"], by_backend["smddp"]
+    return {kind: gloo[kind] | {"smddp": smddp[kind]["smp"]} for kind in ("factors", "times", "bytes")}
+
+
+def ratio(found: dict[str, Any], one: str, other: str) -> str:
+    """Return the ratio of times: median and range over the rounds, of which the first only warms up."""
+    ratios = [a / b for a, b in zip(found["times"][one][1:], found["times"][other][1:], strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def page(found: dict[int, dict[str, Any]], rounds: int) -> str:
@@ -156,18 +187,19 @@ def page(found: dict[int, dict[str, Any]], rounds: int) -> str:
     version = importlib.metadata.version
     lines = [
         f"Mixtral, 8 experts, top 2, hidden 256, {ROWS} x {LENGTH} tokens a process, {rounds} rounds; torch "
-        f"{torch.__version__}, transformers {version('transformers')}, gloo, CPU.", "",
-        "| processes = ep | time, smp / transformers | parameters and gradients of a rank, smp / transformers | "
-        "experts' gradients, smp | transformers | others, smp | transformers |",
-        "|---|---|---|---|---|---|---|",
+        f"{torch.__version__}, transformers {version('transformers')}, CPU, {os.cpu_count()} cores. smp and "
+        "transformers are over gloo where smddp is not named.", "",
+        "| processes = ep | time, smp / transformers | time, smp over smddp / smp | parameters and gradients of a "
+        "rank, smp / transformers | experts' gradients, smp | smp over smddp | transformers | others, smp "
+        "| smp over smddp | transformers |",
+        "|" + 10 * "---|",
     ]  # fmt: skip
     for world, one in sorted(found.items()):
-        ratios, f, size = one["times"], one["factors"], one["bytes"]
-        lines.append(
-            f"| {world} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {size:.2f} "
-            f"| {f['smp']['experts']:.6f} | {f['transformers']['experts']:.6f} "
-            f"| {f['smp']['others']:.6f} | {f['transformers']['others']:.6f} |"
-        )
+        contenders = ("smp", "smddp", "transformers")
+        cells = [str(world), ratio(one, "smp", "transformers"), ratio(one, "smddp", "smp")]
+        cells.append(f"{one['bytes']['smp'] / one['bytes']['transformers']:.2f}")
+        cells += [f"{one['factors'][name][kind]:.6f}" for kind in ("experts", "others") for name in contenders]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -178,12 +210,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    found = {}
-    for world in args.processes:
-        results = mp.get_context("spawn").SimpleQueue()
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure, (world, args.rounds, folder, results), nprocs=world)
-        found |= dict([results.get()])
+    found = {world: run(world, args.rounds) for world in args.processes}
     text = page(found, args.rounds)
     print(text)
     if args.output:

@@ -25,7 +25,7 @@ from smp.errors import UserError
 from smp.local_shards import local_part
 from smp.models.added import Encoded, added_parameters, encoded_parameters, trained_parameters
 from smp.models.file_names import parameters_of
-from smp.models.init_rules import InitRule, Step
+from smp.models.init_rules import InitRule, LargeOnMeta, Step
 
 BLOCK = 1 << 16
 
@@ -80,7 +80,7 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), LargeOnMeta():
         return build()
 
 

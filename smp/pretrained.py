@@ -18,7 +18,7 @@ from smp.errors import ConfigError, UserError
 from smp.local_shards import local_part
 from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
-from smp.models.file_keys import FileKey, one_tensor
+from smp.models.file_keys import FileKey, Slices, one_tensor
 from smp.models.file_names import FileNames, buffers_of, parameters_of
 from smp.models.registry import family_of
 from smp.models.stored_weights import open_weights
@@ -214,6 +214,18 @@ def read_tensor(entries: Sequence[Entry]) -> torch.Tensor:
     ]
     found = torch.empty(shape, dtype=dtype)
     _fill(found, (0,) * len(shape), entries)
+    return found
+
+
+def read_box(entries: Sequence[Entry], box: Slices, dtype: torch.dtype) -> torch.Tensor:
+    """Return a part of a parameter, of which no more is read.
+
+    Args:
+        entries: of the parameter, as :func:`find_tensors` returns them.
+        box: with starts and stops.
+    """
+    found = torch.empty([each.stop - each.start for each in box], dtype=dtype)
+    _fill(found, tuple(each.start for each in box), entries)
     return found
 
 

@@ -49,6 +49,11 @@ def short(count: float) -> str:
     return f"{count:.0f}"
 
 
+def parameters_text(total: int, active: int) -> str:
+    """Format a number of parameters, with those that compute a token where these are fewer, as of a mixture."""
+    return f"{total:,} parameters" + (f" ({active:,} active for a token)" if active < total else "")
+
+
 def digits(value: float, least: int) -> str:
     """Format with ``least`` decimals, or with as many as show two digits that are not zero; never an exponent."""
     if not math.isfinite(value) or not value or abs(value) >= 1:

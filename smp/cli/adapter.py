@@ -23,6 +23,7 @@ from smp.models.registry import build_model, family_of
 from smp.models.weight_files import ADAPTER_CONFIG, directory_of, weight_map
 from smp.parallel.adapter_config import WEIGHTS, saved_settings
 from smp.parallel.adapter_files import NAMES
+from smp.parallel.expert_adapters import factor_names, in_files, is_factor, parameter_of
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora import Adapter, Config, linear_layers
 from smp.parallel.token_rows import ROWS
@@ -52,6 +53,11 @@ class SavedAdapter:
     is_quantised: bool
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some are of experts, which servers leave out."""
+        return any(map(is_factor, self.factors))
+
+    @property
     def saved(self) -> set[str]:
         """Names of the factors and rows in the checkpoint."""
         return {MODEL + name for name in self.factors}
@@ -63,7 +69,8 @@ class SavedAdapter:
 
     def alone(self) -> tuple[dict[str, torch.Tensor], dict[str, AddedParameter]]:
         """Return the factors on the meta device, and where they are exported to."""
-        apart = Apart(WEIGHTS, {ADAPTER_CONFIG: self.config}, NAMES)
+        names = in_files(NAMES, filter(is_factor, self.factors))
+        apart = Apart(WEIGHTS, {ADAPTER_CONFIG: self.config}, names)
         exported, added = {**self.factors, **self.modules}, {}
         for name, entry in exported.items():
             module, _, own = name.rpartition(".")
@@ -84,14 +91,14 @@ class SavedAdapter:
         with torch.device("meta"):
             model = build_model(hf_config, attn_implementation="eager")
         self._check(model)
+        read_merged = read_stored = lambda name: stored(read(name), self.dtype)
         if weights is not None:
             layers = linear_layers(model, family_of(hf_config)) if self.is_quantised else {}
             quantised = {f"{path}.weight" for path in layers}
-            read = reader_of(model, weights, self.dtype, quantised, read, trained=self.modules)
+            read_merged = reader_of(model, weights, self.dtype, quantised, read_stored, trained=self.modules)
         tensors = {**dict(model.named_parameters()), **dict(buffers_of(model))}
         parameters = {name: stored(tensor, self.dtype) for name, tensor in tensors.items()}
-        read_stored = lambda name: stored(read(name), self.dtype)  # noqa: E731
-        return parameters, merging(model, self.factors, self.scale, read_stored, self.tokens)
+        return parameters, merging(model, self.factors, self.scale, read_merged, self.tokens)
 
     def _check(self, model: torch.nn.Module) -> None:
         modules = dict(model.named_modules())
@@ -102,12 +109,18 @@ class SavedAdapter:
                 if weight is None or entry.shape != (len(self.tokens.get(path, ())), *weight.shape[1:]):
                     raise self._misfit(name)
                 continue
-            a, b = (self.factors.get(f"{path}.{factor}") for factor in Adapter.own)
             layer: Any = modules.get(path)
-            found = None if a is None or b is None or a.shape[:1] != b.shape[1:] else (*b.shape[:1], *a.shape[1:])
-            weight = getattr(layer, "weight", None)
-            expected = None if weight is None else tuple(weight.shape)
-            if found is None or found != (expected[::-1] if expected and is_transposed(layer) else expected):
+            names, weight, dim = tuple(Adapter.own), getattr(layer, "weight", None), 2
+            if is_factor(own):
+                names, dim = factor_names(parameter_of(own)), 3
+                weight = layer and layer._parameters.get(parameter_of(own))
+            a, b = (self.factors.get(f"{path}.{factor}") for factor in names)
+            if a is None or b is None or weight is None or weight.dim() != dim:
+                raise self._misfit(name)
+            swapped = layer.is_transposed if dim == 3 else is_transposed(layer)
+            *count, outputs, inputs = weight.mT.shape if swapped else weight.shape
+            rank = a.shape[-2:][0]
+            if a.shape != (*count, rank, inputs) or b.shape != (*count, outputs, rank):
                 raise self._misfit(name)
 
     def _misfit(self, name: str) -> UserError:
@@ -124,7 +137,11 @@ def adapter_of(path: Path | str, manifest: Manifest) -> SavedAdapter | None:
         UserError: it does not say what they are.
     """
     saved = {name.removeprefix(MODEL): entry for name, entry in manifest.tensors.items() if name.startswith(MODEL)}
-    factors = {name: entry for name, entry in saved.items() if name.rpartition(".")[2] in {*Adapter.own, ROWS}}
+    factors = {
+        name: entry
+        for name, entry in saved.items()
+        if name.rpartition(".")[2] in {*Adapter.own, ROWS} or (is_factor(name) and len(entry.shape) == 3)
+    }
     if not factors:
         return None
     try:
@@ -175,7 +192,10 @@ def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | N
         return None
     if (weights := weights_at(base)) is None:
         where = "" if base is None else f" at {shown(base)}"
-        raise UserError(f"the base model of checkpoint {path} is not there{where}: give its directory by --base DIR")
+        raise UserError(
+            f"the base model of checkpoint {path} is not there{where}: give its directory by --base DIR, or "
+            f"leave it out with --no-merge"
+        )
     if given is None:
         refuse_links_out(directory_of(weights) or weights, set(weight_map(weights).values()), path)
     if not is_base_of(manifest, weights):

@@ -63,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat_template", metavar="FILE", help="chat template to add, as the job's flag; default: the run's"
     )
     parser.add_argument("--text_only", action="store_true", help="write no more than the text model of a larger one")
-    parser.add_argument("--merge", action="store_true", help="add the checkpoint's adapters to their base model")
+    parser.add_argument(
+        "--merge",
+        action=argparse.BooleanOptionalAction,
+        help="add the checkpoint's adapters to their base model; default: adapters of experts, which servers leave out",
+    )
     parser.add_argument("--base", metavar="DIR", help="with --merge: the base model; default: where the run had it")
     parser.add_argument(
         "--verify", choices=("full", "size"), default="full", help="size: do not read all files once more beforehand"
@@ -210,9 +214,12 @@ def _write(
 ) -> None:
     hf_config = config_of(checkpoint.path, manifest)
     adapter, base, added = adapter_of(checkpoint.path, manifest), None, None
-    if options.merge and adapter is None:
+    merges = options.merge
+    if merges is None and (merges := adapter is not None and adapter.has_experts):
+        print("The adapters are merged, as servers drop those of experts; --no-merge writes them")
+    if merges and adapter is None:
         raise UserError(f"--merge: checkpoint {checkpoint.path} contains no adapters: leave it out")
-    if options.base is not None and not options.merge:
+    if options.base is not None and not merges:
         raise UserError("--base is of --merge, which adds adapters to it: give both or none")
     with checkpoint.reader(manifest) as reader:
 
@@ -222,7 +229,7 @@ def _write(
         read_merged: Callable[[str], torch.Tensor] = read
         if adapter is None:
             parameters = parameters_of(checkpoint.path, manifest, hf_config)
-        elif options.merge:
+        elif merges:
             base = base_of(checkpoint.path, manifest, options.base)
             if base is None:
                 own = {name: entry for name, entry in manifest.tensors.items() if name not in adapter.saved}

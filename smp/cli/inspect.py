@@ -20,7 +20,7 @@ from smp.cli.sources import ModelTensors
 from smp.errors import DamagedCheckpointError, UserError
 from smp.json_input import read_object
 from smp.models.weight_files import ADAPTER_CONFIG
-from smp.units import readable
+from smp.units import parameters_text, readable
 
 MODEL = "model."
 
@@ -43,11 +43,28 @@ def entry_of(value: Any, *keys: str) -> Any:
     return value
 
 
-def _parameters(tensors: dict[str, tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
+def _active(config: Any, parameters: int) -> int:
+    """Return how many of the parameters compute a token: all where no more is known."""
+    from smp.models.checked_config import config_from
+    from smp.models.experts import TOP_KEYS, idle_parameters
+    from smp.models.meta_model import meta_model
+
+    if not isinstance(config, dict) or config.keys().isdisjoint(TOP_KEYS):
+        return parameters
+    try:
+        meta = meta_model(config_from("config.json", config))
+    except UserError:
+        return parameters
+    return parameters - idle_parameters(meta.model) * (meta.table.count() == parameters)
+
+
+def _parameters(tensors: dict[str, tuple[Any, tuple[int, ...]]], config: Any) -> dict[str, Any]:
     """Return number and dtypes of the parameters among named (dtype, shape)."""
     mine = [entry for name, entry in tensors.items() if name.startswith(MODEL)]
+    count = sum(math.prod(shape) for _, shape in mine)
     return {
-        "parameters": sum(math.prod(shape) for _, shape in mine),
+        "parameters": count,
+        "active_parameters": _active(config, count),
         "dtypes": sorted({dtype_name(dtype) for dtype, _ in mine}),
     }
 
@@ -72,7 +89,10 @@ def checkpoint_summary(checkpoint: GivenCheckpoint, manifest: Manifest, *, tenso
         "model": {
             "name": entry_of(manifest.model, "name"),
             "model_type": entry_of(manifest.model, "config", "model_type"),
-            **_parameters({name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}),
+            **_parameters(
+                {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()},
+                entry_of(manifest.model, "config"),
+            ),
         },
         "run": {key: value for key, value in manifest.run.items() if key != "config"},
         "settings": manifest.run.get("config"),
@@ -92,13 +112,13 @@ def model_summary(path: Path, *, tensors: bool) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{config_file} is no readable Hugging Face config ({error}): give another directory") from None
     about = ("peft_type", "base_model_name_or_path") if config_file.name == ADAPTER_CONFIG else ("model_type",)
-    model = ModelTensors(path)
+    model = ModelTensors(path, as_stored=True)
     entries = {name: (stored.dtype, stored.shape) for name, stored in model.entries.items()}
     files = {file.name: {"size": file.stat().st_size} for file in sorted(set(model.files.values()))}
     found = {
         "path": str(path),
         "kind": "adapter" if config_file.name == ADAPTER_CONFIG else "Hugging Face model",
-        "model": {**{name: config.get(name) for name in about}, **_parameters(entries)},
+        "model": {**{name: config.get(name) for name in about}, **_parameters(entries, config)},
         "config": config,
         "files": files,
         "bytes": sum(entry["size"] for entry in files.values()),
@@ -120,7 +140,7 @@ def _pairs(value: Any) -> str:
 
 
 def _size(model: dict[str, Any]) -> str:
-    return f"{model['parameters']:,} parameters, {', '.join(model['dtypes'])}"
+    return f"{parameters_text(model['parameters'], model['active_parameters'])}, {', '.join(model['dtypes'])}"
 
 
 def _thousands(value: Any) -> str:

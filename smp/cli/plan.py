@@ -26,7 +26,7 @@ from smp.plan import document, ledger
 from smp.plan.devices import DeviceRow, device_row, network_share, write_row
 from smp.plan.question import Question
 from smp.plan.records import TOP, LayoutPlan, parse_count
-from smp.units import GIB
+from smp.units import GIB, parameters_text
 
 if TYPE_CHECKING:
     from smp.plan.request import Request
@@ -203,7 +203,8 @@ def _print(request: Request, found: Found, top: int, tokens: int | None, price: 
     layout, plan = found.plans[0] if found.plans else (None, found.nearest)
     says = "" if plan is None else f": {tables.verdict(plan.memory)}"
     print(f"{model.name} on {hosts} {request.row.name if gpus else 'CPU processes'}{says}")
-    print(f"{request.shape.parameters:,} parameters, {model.sequence_length} tokens a sample")
+    size = parameters_text(request.shape.parameters, request.shape.active_parameters)
+    print(f"{size}, {model.sequence_length} tokens a sample")
     if plan is not None:
         if layout is not None:
             print(f"{tables.title_of(layout)}: {plan.tokens:,} tokens a step")

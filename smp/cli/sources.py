@@ -21,15 +21,19 @@ from smp.parallel.adapter_files import NAMES
 class ModelTensors:
     """Parameters, named ``model.<name in the module>`` as in a checkpoint.
 
+    Args:
+        as_stored: whether tensors that are a part of a parameter, or several, are listed as the files have them.
+
     Attributes:
         entries: dtype and shape of each.
         files: the file that contains it.
 
     Raises:
-        UserError: there are no usable weights, or they are of an architecture that smp does not know.
+        UserError: there are no usable weights, or they are of an architecture that smp does not know, or without
+            ``as_stored`` of other tensors than parameters.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, *, as_stored: bool = False):
         path = config_file_of(directory)
         try:
             content = read_object(path)
@@ -39,14 +43,19 @@ class ModelTensors:
         self.files: dict[str, Path] = {}
         self._keys: dict[str, str] = {}
         if path.name == ADAPTER_CONFIG:
+            if content.get("target_parameters"):
+                raise UserError(
+                    f"{directory}: peft's files have the factors of experts joined, in another form than the model: "
+                    f"give a checkpoint"
+                )
             keys = weight_map(directory / WEIGHTS)
             names, prefix = {key: NAMES.module_key(key) for key in keys}, "model."
         else:
-            if "quantization_config" in content:
+            if "quantization_config" in content and not as_stored:
                 raise UserError(f"{path} is of quantized weights, which are not compared: give an export of the model")
             family = family_of(config_from(path, content))
             in_files = names_in(directory, family)
-            in_files.check(directory, "give a checkpoint", names_alone=True)
+            in_files.check(directory, "give a checkpoint", names_alone=not as_stored)
             keys = {key: file for key, file in weight_map(directory).items() if not in_files.ignored(key)}
             names = {key: in_files.module_key(key) for key in keys}
             # Files of the model without its head leave out its name there.

@@ -49,7 +49,8 @@ def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         needed |= dict.fromkeys(("gradients", "optimizer state", "gradients before reduction"), 0)
         needed["activations"] = min(needed["activations"], sum(block_bytes(shape, mesh, work)))
     if work.checkpoint_copy:
-        trained, each = shape.trained(mesh.tp.size).parameters, work.settings[OptimConfig].parameter_bytes
+        trained = shape.trained(mesh.tp.size, mesh.degree("ep")).parameters
+        each = work.settings[OptimConfig].parameter_bytes
         needed["checkpoint copy"] = needed["optimizer state"] + each * -(-trained // mesh.shard.size)
     share = work.unused_heap if work.device_type == "cpu" else 1 / _FILLED - 1
     unused = {free_blocks(work): int(share * sum(needed.values()))} if share else {}
@@ -73,6 +74,12 @@ def process_bytes(mesh: Mesh, device_type: str) -> int:
 def peak_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     """Predict the bytes of the device that one rank needs: a job fits where it has as many."""
     return sum(estimate_memory(shape, mesh, work).values())
+
+
+def worst_case_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
+    """Predict the bytes that a rank needs beyond balanced tokens where all are sent to its experts."""
+    worst = dataclasses.replace(work, imbalance=shape.most_imbalance(mesh.degree("ep")))
+    return peak_bytes(shape, mesh, worst) - peak_bytes(shape, mesh, work)
 
 
 def processes_that_fit(shape: ModelShape, mesh: Mesh, work: Workload, available: int) -> int | None:

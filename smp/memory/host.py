@@ -30,7 +30,8 @@ def estimate_host_memory(
     """
     config, optim = work.settings[ActivationConfig], work.settings[OptimConfig]
     needed: dict[str, int] = {}
-    sizes = shape.unit_sizes(mesh.tp.size), shape.trained(mesh.tp.size)
+    degrees = mesh.tp.size, mesh.degree("ep")
+    sizes = shape.unit_sizes(*degrees), shape.trained(*degrees)
     total, trained = (-(-size.parameters // mesh.shard.size) for size in sizes)
     state = int(trained * state_bytes(shape.specs, optim))
     if config.cpu_offload:

@@ -12,7 +12,7 @@ import torch
 from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.environment.malloc import unused_heap
 from smp.mesh import Mesh
-from smp.models.experts import expert_layers
+from smp.models.experts import expert_layers, idle_parameters
 from smp.models.meta_model import meta_model
 from smp.models.model_config import ResolvedModel
 from smp.models.parameters import EMBEDDING, HEAD, ParameterSpec, ParameterTable
@@ -52,34 +52,53 @@ class ModelShape:
     frozen_but: Trained | None = None  # None: all are trained
     own_trained: Trained = Trained(0, 0, 0, 0)  # of those, the model's own, which tensor parallelism splits
     linear: int = 0  # weights of a block's linear layers
-    experts: int = 0  # parameters of a layer's experts; of a mixture, as the next two
+    experts: int = 0  # parameters of a layer's experts; of a mixture, as the next six
+    active: int = 0  # of these, parameters of the experts that a token is sent to
+    expert_layers: int = 0  # layers that have them
+    idle: int = 0  # parameters of the experts of all layers that a token is not sent to
+    replicated: int = 0  # parameters of such a layer that tensor parallelism does not split, experts among them
     sent: int = 0  # values of a token's hidden states that go to experts: its experts times the hidden width
     routed: int = 0  # values that its experts save of a token, balanced
 
-    def unit_sizes(self, tp: int) -> Trained:
-        """Count a tensor-parallel rank's parameters, trained or not."""
-        of_blocks = ((self.parameters, self.layers), (self.table, 0), (self.last_unit, 0), (self.block, 1))
-        return Trained(*(self.of_rank(count, blocks, tp) for count, blocks in of_blocks))
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute a token: of a mixture without the experts that it is not sent to."""
+        return self.parameters - self.idle
 
-    def trained(self, tp: int) -> Trained:
+    def most_imbalance(self, ep: int) -> float:
+        """Return :attr:`Workload.imbalance` of a rank to which every token of ``ep`` ranks is sent.
+
+        A token goes to different experts, of which the rank may have fewer.
+        """
+        return min(ep, self.experts / self.active) if self.active else 1.0
+
+    def unit_sizes(self, tp: int, ep: int = 1) -> Trained:
+        """Count a tensor-parallel rank's parameters, trained or not, before they are sharded."""
+        of_blocks = ((self.parameters, self.layers), (self.table, 0), (self.last_unit, 0), (self.block, 1))
+        return Trained(*(self.of_rank(count, blocks, tp, ep) for count, blocks in of_blocks))
+
+    def trained(self, tp: int, ep: int = 1) -> Trained:
         """Count a tensor-parallel rank's parameters that are trained; it may have all of those that are added."""
         if self.frozen_but is None:
-            return self.unit_sizes(tp)
+            return self.unit_sizes(tp, ep)
         counts = zip(self.frozen_but, self.own_trained, strict=True)
         return Trained(*(count - own + -(-own // tp) for count, own in counts))
 
     def gathered(self, sizes: Trained, mesh: Mesh) -> Trained:
         """Count what a rank gathers of units of these sizes: of experts that are split those of its part."""
-        experts = self.experts // mesh.tp.size
-        absent = experts - experts // mesh.degree("ep")
-        return sizes._replace(parameters=sizes.parameters - self.layers * absent, block=sizes.block - absent)
+        if (ep := mesh.degree("ep")) == 1:
+            return sizes
+        absent = self.experts // mesh.tp.size - self.experts // ep
+        return sizes._replace(parameters=sizes.parameters - self.expert_layers * absent, block=sizes.block - absent)
 
-    def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
+    def of_rank(self, parameters: int, blocks: int, tp: int, ep: int = 1) -> int:
         """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
 
-        Key and value projections are replicated where there are fewer heads than ranks.
+        Key and value projections are replicated where there are fewer heads than ranks, and experts with what is around
+        them; but those that are split over ``ep`` ranks are sharded over tensor-parallel ranks, too.
         """
         replicated = blocks * self.key_value if 0 < self.key_value_heads < tp else 0
+        replicated += min(blocks, self.expert_layers) * (self.replicated - (self.experts if ep > 1 else 0))
         return replicated + -(-(parameters - replicated) // tp)
 
     @property
@@ -127,6 +146,7 @@ class Workload:
         checkpoint_copy: whether parameters and optimizer state are copied, on the device, to be saved.
         accumulation: micro-batches of a step; from the second on, gradients are kept throughout.
         moment: of the step, at which techniques count their bytes.
+        imbalance: rows that a rank's experts get, in multiples of those that all get if tokens are balanced.
         unused_heap: free blocks of the C library's heap, as a fraction of the tensors' bytes: ``malloc.unused_heap()``.
     """
 
@@ -141,6 +161,7 @@ class Workload:
     unused_heap: float = 0.0
     accumulation: int = 1
     moment: Moment = Moment.LAST_BLOCK
+    imbalance: float = 1.0
 
     def columns(self, mesh: Mesh) -> int:
         """Count the tokens of a sample on one rank: all, or its part, with padding, where ranks split a sequence."""
@@ -238,7 +259,10 @@ def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> Mo
     key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     all_trained = all(spec.trained for spec in table)
-    experts = max(expert_layers(meta.model), key=lambda layer: layer.experts * layer.weights, default=None)
+    layers = expert_layers(meta.model)
+    experts = max(layers, key=lambda layer: layer.experts * layer.parameters, default=None)
+    parts = family.tensor_plan.parts if family.tensor_plan and experts else ()
+    split = sum(p.numel() for part in parts for p in block.get_submodule(part.module).parameters())
     return ModelShape(
         parameters=counts.parameters,
         largest_unit=max(counts.table, counts.block, counts.last),
@@ -258,7 +282,11 @@ def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> Mo
         frozen_but=None if all_trained else _trained(table, lambda spec: spec.trained),
         own_trained=_trained(table, lambda spec: spec.trained and not spec.added and not all_trained),
         linear=sum(m.weight.numel() for m in block.modules() if isinstance(m, torch.nn.Linear)),
-        experts=experts.experts * experts.weights if experts else 0,
+        experts=experts.experts * experts.parameters if experts else 0,
+        active=experts.top * experts.parameters if experts else 0,
+        expert_layers=len(layers),
+        idle=idle_parameters(meta.model),
+        replicated=counts.block - split if experts else 0,
         sent=experts.top * config.hidden_size if experts else 0,
         # Of each expert the input and the output, and twice the widths of its matrices between.
         routed=experts.top * 2 * (config.hidden_size + experts.weights // config.hidden_size) if experts else 0,
@@ -290,7 +318,7 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
     if shape.saved and not matrices:  # what was counted, split as the formula splits
         full = _saved_values(shape, work, tp=1, split=False) * work.compute_bytes
         inside = inside * shape.saved[work.compute_bytes >= 4] // full
-    inside += tokens * shape.routed * work.compute_bytes // (mesh.tp.size if split else 1)
+    inside += int(tokens * shape.routed * work.imbalance * work.compute_bytes / (mesh.tp.size if split else 1))
     if matrices:
         matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
         inside += 3 * matrix * work.compute_bytes // mesh.tp.size

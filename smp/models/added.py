@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from smp.models.experts import fp32_routers
+from smp.models.file_keys import FileKey
 from smp.models.file_names import FileNames
 from smp.models.full_digest import FullDigest
 from smp.models.init_rules import InitRule
@@ -65,9 +66,14 @@ class AddedParameter:
         return f"{self.module}.{self.name}" if self.module else self.name
 
     @property
+    def rows(self) -> list[FileKey]:
+        """What the file that it is exported to has of it, if that is not the model's: a single tensor."""
+        return (FileNames() if self.apart is None else self.apart.names).keys(self.path, self.shape)
+
+    @property
     def key(self) -> str:
         """Its name in the file that it is exported to, if that is not the model's."""
-        return self.path if self.apart is None else self.apart.names.file_key(self.path)
+        return self.rows[0].key
 
 
 class Encoded(NamedTuple):

@@ -13,6 +13,7 @@ from torch import nn
 from smp.models.projection import projection_size
 
 _NONE = "smp_no_experts"  # an experts function under which no token is sent to an expert
+_OF_LLAMA4 = "Llama4TextExperts"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -20,7 +21,14 @@ def is_experts(module: nn.Module) -> bool:
 
     They are found by what transformers' ``use_experts_implementation`` sets, and not by names of classes.
     """
-    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "has_bias", "down_proj"))
+    return multiplies_all(module) or all(
+        hasattr(module, name) for name in ("has_gate", "is_transposed", "has_bias", "down_proj")
+    )
+
+
+def multiplies_all(module: nn.Module) -> bool:
+    """Return whether experts are multiplied with every token, as Llama 4's, which take no choices of a router."""
+    return any(cls.__name__ == _OF_LLAMA4 for cls in type(module).__mro__)
 
 
 def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -49,6 +57,7 @@ class Layer(NamedTuple):
         experts: their number.
         top: of these that each token is sent to.
         weights: elements of the matrices of one expert.
+        parameters: of one expert: these, and its biases.
         router: elements of the matrix that chooses them, where it is of no linear layer; else 0.
     """
 
@@ -56,6 +65,7 @@ class Layer(NamedTuple):
     experts: int
     top: int
     weights: int
+    parameters: int
     router: int
 
 
@@ -73,11 +83,17 @@ def expert_layers(model: nn.Module) -> list[Layer]:
         tops = [getattr(each, "top_k", None) for each in (block, *beside)]
         tops += [getattr(model.config, name, None) for name in TOP_KEYS]  # type: ignore[union-attr]
         top = next((value for value in tops if type(value) is int), count)
-        matrices = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3) // count
+        own = [p for p in module.parameters(recurse=False) if p.shape[:1] == (count,)]
+        matrices, parameters = (sum(p.numel() for p in own if p.dim() >= least) // count for least in (3, 1))
         routers = [each._parameters.get("weight") for each in beside if projection_size(each) is None]
         router = next((w.numel() for w in routers if w is not None and w.dim() == 2 and w.shape[0] == count), 0)
-        found.append(Layer(path, count, top, matrices, router))
+        found.append(Layer(path, count, top, matrices, parameters, router))
     return found
+
+
+def idle_parameters(model: nn.Module) -> int:
+    """Count the parameters of the experts that a token is not sent to; the model may be on the meta device."""
+    return sum((layer.experts - layer.top) * layer.parameters for layer in expert_layers(model))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ class FileKey(NamedTuple):
         start: where the box begins in the tensor.
         is_piece: whether the tensor lacks the parameter's first axis, of which the box is one index.
         transposed: two axes of the tensor that the parameter has swapped.
+        step: along each axis of the tensor, between elements of the box; empty: 1.
     """
 
     key: str
@@ -35,6 +36,7 @@ class FileKey(NamedTuple):
     start: tuple[int, ...]
     is_piece: bool = False
     transposed: tuple[int, int] | None = None
+    step: tuple[int, ...] = ()
 
     def overlap(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Slices, Slices] | None:
         """Return what a shard has of the box, as slices of the shard and of the tensor; None: nothing.
@@ -49,8 +51,15 @@ class FileKey(NamedTuple):
                 return None
             inside.append(slice(low - first, high - first))
             source.append(slice(low - begin, high - begin))
-        axes = zip(_swapped(source[self.is_piece :], self.transposed), self.start, strict=True)
-        return tuple(inside), tuple(slice(each.start + at, each.stop + at) for each, at in axes)
+        return tuple(inside), self._in_tensor(_swapped(source[self.is_piece :], self.transposed))
+
+    def _in_tensor(self, box: Iterable[slice]) -> Slices:
+        """Return where a part of the box is in the tensor, whose axes it has."""
+        axes = zip(box, self.start, self.step or (1,) * len(self.start), strict=True)
+        return tuple(
+            slice(at + each.start * step, at + (each.stop - 1) * step + 1, None if step == 1 else step)
+            for each, at, step in axes
+        )
 
     def of_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the box of a full parameter, as a view with the tensor's axes."""
@@ -61,9 +70,15 @@ class FileKey(NamedTuple):
         """Return a part of the tensor with its axes as the parameter has them, or the other way round."""
         return values if self.transposed is None else values.transpose(*self.transposed)
 
+    @property
+    def in_tensor(self) -> Slices:
+        """Where the box is in the tensor."""
+        sizes = _swapped(self.sizes[self.is_piece :], self.transposed)
+        return self._in_tensor(slice(0, size) for size in sizes)
+
     def into(self, tensor: torch.Tensor, box: torch.Tensor) -> None:
         """Copy what :meth:`of_parameter` has returned to its part of the tensor."""
-        tensor[tuple(slice(at, at + size) for at, size in zip(self.start, box.shape, strict=True))].copy_(box)
+        tensor[self.in_tensor].copy_(box)
 
 
 def _swapped(axes: Iterable[T], transposed: tuple[int, int] | None) -> tuple[T, ...]:
@@ -94,6 +109,8 @@ class Conversion:
         axis: of the parameter.
         transposed: two axes of the tensors that the parameters have swapped (``Transpose``).
         prefixes: only names that begin with one of these are meant.
+        joined: the matrices of the parameter's first axis are a single one of the files: its rows one matrix after the
+            other, or its columns the first of each matrix, then the second of each.
     """
 
     files: tuple[str, ...]
@@ -101,6 +118,7 @@ class Conversion:
     axis: int = 0
     transposed: tuple[int, int] | None = None
     prefixes: tuple[str, ...] = ("",)
+    joined: Literal["rows", "columns"] | None = None
 
     def keys(self, name: str, shape: Sequence[int]) -> list[FileKey]:
         """Return the tensors that a parameter is made of; none: it is another parameter."""
@@ -115,6 +133,9 @@ class Conversion:
 
     def _file_keys(self, number: int, shape: Sequence[int]) -> Iterator[FileKey]:
         """Yield the keys of the parameter ``number``; keys are the entries of ``files``."""
+        if self.joined is not None:
+            yield from self._joined_keys(*shape)
+            return
         is_piece, parts = "*" in self.files[0], len(self.files)
         width, many = -(-shape[self.axis] // parts), len(self.parameters)
         for index, part in itertools.product(range(shape[0] if is_piece else 1), range(parts)):
@@ -135,3 +156,12 @@ class Conversion:
                 is_piece,
                 self.transposed,
             )
+
+    def _joined_keys(self, count: int, rows: int, columns: int) -> Iterator[FileKey]:
+        for index in range(count):
+            box = FileKey(
+                self.files[0], (count * rows, columns), (index, 0, 0), (1, rows, columns), (index * rows, 0), True
+            )
+            if self.joined == "columns":
+                box = box._replace(shape=(rows, columns * count), start=(0, index), step=(1, count))
+            yield box

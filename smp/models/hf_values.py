@@ -193,6 +193,12 @@ def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
     experts, top = (values.get(family.settings.get(name, "")) for name in ("num_local_experts", "num_experts_per_tok"))
     if type(experts) is int and type(top) is int and top > experts > 0:
         found.append(f"--num_experts_per_tok {top} is more than the {experts} experts of a layer: lower it")
+    groups = values.get("n_group")  # of which a token's experts are chosen first, by the two best of each
+    if type(experts) is int and type(groups) is int and groups > 1 and (experts % groups or experts < 2 * groups):
+        found.append(
+            f"--num_local_experts {experts} does not make the {groups} groups (n_group) of this model, each of two "
+            f"experts or more: choose a multiple of {groups} from {2 * groups}"
+        )
     if "sliding_attention" in (values.get("layer_types") or ()) and values.get("sliding_window") is None:
         found.append("the model's layer_types name sliding_attention: choose --sliding_window above 0, or leave it out")
     return _shape_problems(values, family, found) if family.defaults else found

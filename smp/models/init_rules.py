@@ -87,6 +87,16 @@ def _draw_normal(values: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, g
 _MOST_EMPTY = 2**28
 
 
+class LargeOnMeta(TorchDispatchMode):
+    """Makes large tensors without values on the meta device, where parameters go: a layer's experts can be 30 GB."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket.__name__ == "empty" and math.prod(args[0]) > _MOST_EMPTY:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
 class _Recorder(TorchDispatchMode):
     """Records, by storage, what is written to tensors on the meta device, and which others hold no values yet."""
 
@@ -99,8 +109,6 @@ class _Recorder(TorchDispatchMode):
         if "device" in (kwargs or {}) and not any(isinstance(a, torch.Tensor) for a in args):
             kwargs = {**kwargs, "device": "cpu"}  # asked for by a parameter's device: values, of which some are made
         name = func.overloadpacket.__name__
-        if name == "empty" and math.prod(args[0]) > _MOST_EMPTY:
-            kwargs = {**(kwargs or {}), "device": "meta"}  # of a parameter, whose pages nothing would touch
         out = func(*args, **(kwargs or {}))
         if func._schema.is_mutable:
             target = (kwargs or {}).get("out", args[0] if args else None)
@@ -276,7 +284,7 @@ def record_rules(build: Callable[[], nn.Module], *, seed: int) -> Recorded:
     with torch.random.fork_rng(devices=[]), _silent_noted(recorder):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        with init_empty_weights(include_buffers=False), recorder:
+        with init_empty_weights(include_buffers=False), LargeOnMeta(), recorder:
             model = build()
         draws = not torch.equal(before, torch.get_rng_state())
     rules = {name: recorder.rule(p) for name, p in model.named_parameters(remove_duplicate=False)}

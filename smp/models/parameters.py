@@ -88,7 +88,7 @@ class ParameterTable:
         weights = {spec.name: spec for spec in self.specs}
         for each in added:
             split = _split_added(each.shape, family.split_axis(each.module), weights.get(f"{each.module}.weight"))
-            kind: Kind = "vector" if len(each.shape) < 2 else "matrix" if len(each.shape) == 2 else "tensor"
+            kind: Kind = ("vector", "vector", "matrix", "experts", "tensor")[min(len(each.shape), 4)]
             specs.append(ParameterSpec(each.path, each.shape, _unit(each.path, family), kind, added=True, split=split))
         return ParameterTable(tuple(specs))
 

@@ -329,5 +329,5 @@ def _kept_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     attention = 0 if mesh.cp.size > 1 else shape.hidden * work.compute_bytes + 4 * shape.heads
     split = products * work.compute_bytes + attention
     reduced = 2 * shape.hidden // (tp if splits_tokens(mesh, work) else 1) * work.compute_bytes if tp > 1 else 0
-    sent = 2 * shape.sent * work.compute_bytes if mesh.degree("ep") > 1 else 0
+    sent = int((work.imbalance + 1) * shape.sent) * work.compute_bytes if mesh.degree("ep") > 1 else 0
     return work.tokens(mesh) * (split // tp + reduced + sent // (tp if splits_tokens(mesh, work) else 1))

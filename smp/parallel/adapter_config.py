@@ -13,10 +13,10 @@ from smp.json_input import read_object, strict_json
 from smp.models.weight_files import ADAPTER_CONFIG
 
 WEIGHTS = "adapter_model.safetensors"
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, NO_LAYERS = "all-linear", "none"
 _OBEYED = {
     "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "trainable_token_indices",
-    "modules_to_save",
+    "modules_to_save", "target_parameters",
 }  # fmt: skip
 # What says where an adapter is from, is of initial values alone, or of what is refused itself, and computes nothing.
 _WITHOUT_EFFECT = {
@@ -63,17 +63,20 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
                 f"trained without it, or merge it with peft's merge_and_unload"
             )
     tokens = {number for ids in _indices(file, found).values() for number in ids}
+    parameters = _names(file, found, "target_parameters")
     return {
         **theirs,
-        "lora_target_modules": _targets(file, found.get("target_modules")),
+        "lora_target_modules": _targets(file, found.get("target_modules"), parameters),
+        "lora_target_parameters": parameters,
         "lora_train_tokens": tuple(sorted(map(str, tokens))),
-        "lora_modules_to_save": _modules(file, found.get("modules_to_save") or []),
+        "lora_modules_to_save": _names(file, found, "modules_to_save"),
     }
 
 
-def _modules(file: pathlib.Path, value: Any) -> tuple[str, ...]:
+def _names(file: pathlib.Path, found: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    value = found.get(field) or []
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise UserError(f"{file}: modules_to_save is {value!r}, and must be a list of the ends of modules' names")
+        raise UserError(f"{file}: {field} is {value!r}, and must be a list of the ends of names")
     return tuple(sorted(value))
 
 
@@ -138,7 +141,9 @@ def _is_left_out(name: str, value: Any) -> bool:
     return value is None or value is False or value in ("", [], {}) or (name == "bias" and value == "none")
 
 
-def _targets(file: pathlib.Path, value: Any) -> tuple[str, ...]:
+def _targets(file: pathlib.Path, value: Any, parameters: tuple[str, ...]) -> tuple[str, ...]:
+    if parameters and not value:
+        return (NO_LAYERS,)
     if value == ALL_LINEAR:
         return (ALL_LINEAR,)
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):

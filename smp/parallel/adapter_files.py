@@ -9,12 +9,14 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import nn
 
 from smp.config import Settings
 from smp.delayed_init import values_rule
 from smp.errors import UserError
+from smp.models.added import AddedParameter
 from smp.models.file_names import FileNames, Rename
 from smp.models.init_rules import InitRule
 from smp.models.model_config import ModelConfig
@@ -77,19 +79,23 @@ class GivenAdapter:
                 f"it was trained with"
             )
 
-    def rule(self, key: str, shape: tuple[int, ...]) -> InitRule:
+    def rule(self, each: AddedParameter) -> InitRule:
         """Return the values of a parameter as its initial ones.
 
         Raises:
             UserError: it has another shape.
         """
-        found = self._tensors[key]
+        rows = each.rows
+        (key, shape, *_), found = rows[0], self._tensors[rows[0].key]
         if tuple(found.shape) != shape:
             raise UserError(
                 f"--adapter_path: {self._file}: {key} is {tuple(found.shape)}, and by {ADAPTER_CONFIG} and the model "
                 f"it would be {shape}: give the base model that it was trained with, and undo changes of that file"
             )
-        return values_rule(found)
+        values = torch.empty(each.shape, dtype=found.dtype)
+        for row in rows:
+            row.of_parameter(values).copy_(found[row.in_tensor])
+        return values_rule(values)
 
 
 def config_text(
@@ -110,6 +116,7 @@ def config_text(
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank, "lora_alpha": config.lora_alpha,
             "lora_dropout": config.lora_dropout, "use_rslora": config.lora_use_rslora, "bias": "none",
             "target_modules": target_names(model, layers), "base_model_name_or_path": base or None,
+            **({"target_parameters": list(config.lora_target_parameters)} if config.lora_target_parameters else {}),
             "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True, **beside,
         },
         indent=2,

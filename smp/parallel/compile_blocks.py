@@ -17,6 +17,8 @@ from smp.config import ActivationConfig
 from smp.errors import RunError, UserError, first_line
 from smp.log import get_logger
 from smp.models.attention_support import random_rates
+from smp.models.experts import expert_modules
+from smp.models.meta_model import meta_model
 from smp.parallel import lora
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup, model_blocks
@@ -31,21 +33,39 @@ Forward = Callable[..., Any]
 # documents. torch's 8 would end a run at a validation.
 GRAPHS = 64
 
+# A block is one graph, of which these would be breaks: the numbers of rows are read on the host, and experts that are
+# split are an FSDP unit inside of the block, whose hooks gather it.
+_NOT_OF_EXPERTS = "blocks with experts cannot be compiled: how many tokens an expert has is known in a forward alone"
+
 
 def choose(situation: Situation) -> Iterator[Choice]:
-    """Compile where Triton and a compiler are installed, and blocks draw no random numbers and are not split."""
+    """Compile where Triton and a compiler are installed, and blocks draw nothing, are not split and have no experts."""
     missing = []
     if torch.version.cuda or torch.version.hip:  # else the job is planned for another machine
         missing = [] if importlib.util.find_spec("triton") else ["triton"]
         if shutil.which("cc") is None and shutil.which("gcc") is None:
             missing.append("a C compiler")
-    reason = f"{' and '.join(missing)} not found" if missing else "with Triton and a C compiler"
     drawing = "--lora_dropout" if lora.has_dropout(situation.settings) else ", ".join(random_rates(situation.hf_config))
+    why = ""
     if drawing:
-        reason = f"{drawing} draws in blocks"
+        why = f"{drawing} draws in blocks"
     elif situation.mesh.tp.size > 1:
-        reason = "not yet measured on several GPUs, where split blocks have collectives"
-    yield Choice("compile", not missing and not drawing and situation.mesh.tp.size == 1, reason)
+        why = "not yet measured on several GPUs, where split blocks have collectives"
+    elif _has_experts(situation.hf_config):
+        why = _NOT_OF_EXPERTS
+    elif missing:
+        why = f"{' and '.join(missing)} not found"
+    yield Choice("compile", not why, why or "with Triton and a C compiler")
+
+
+def _has_experts(hf_config: Any) -> bool:
+    return bool(expert_modules(meta_model(hf_config).model))
+
+
+def problems(hf_config: Any, setup: Setup) -> list[str]:
+    """Return why blocks cannot be compiled."""
+    asked = setup.settings[Config].compile is True
+    return [f"--compile 1: {_NOT_OF_EXPERTS}: leave it out"] if asked and _has_experts(hf_config) else []
 
 
 class _Compiler:

@@ -34,10 +34,10 @@ def _sharded_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def _order(groups: tuple[dist.ProcessGroup, ...]) -> list[tuple[int, int, str]]:
-    """Return a sort key of sets of groups, the same on every rank: stride and size of the mesh's axes."""
+def _order(groups: tuple[dist.ProcessGroup, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return a sort key of sets of groups, in the same order on every rank: stride, size and ranks of each group."""
     ranks = [dist.get_process_group_ranks(group) for group in groups]
-    return [(own[1] - own[0], len(own), group.group_name) for own, group in zip(ranks, groups, strict=True)]
+    return tuple((own[1] - own[0], len(own), *own) for own in ranks)
 
 
 def _computing_device(gradient: torch.Tensor) -> torch.device:
@@ -130,10 +130,15 @@ def clip_grad_norm_(
     powers = []
     # [Note: Order of the norm's collectives] A rank is in several of these groups. Ranks that came to them in another
     # order, as that of their parameters may be, would wait for each other without end: the key is a fact of the mesh.
-    for groups in sorted(by_groups, key=_order):
-        own = _norms([gradient for _, gradient in by_groups[groups]], norm_type)
+    # Groups of the same ranks are one: DTensor takes equal meshes for one, so that a process that has made two has
+    # gradients over the groups of either, which no fact of the mesh tells apart.
+    merged: dict[tuple, tuple[tuple[dist.ProcessGroup, ...], list[tuple[nn.Parameter, torch.Tensor]]]] = {}
+    for groups, pairs in by_groups.items():
+        merged.setdefault(_order(groups), (groups, []))[1].extend(pairs)
+    for _, (groups, pairs) in sorted(merged.items()):
+        own = _norms([gradient for _, gradient in pairs], norm_type)
         if norms is not None:
-            norms.update((parameter, norm) for (parameter, _), norm in zip(by_groups[groups], own, strict=True))
+            norms.update((parameter, norm) for (parameter, _), norm in zip(pairs, own, strict=True))
         stacked = torch.stack(own)
         power = (stacked.max() if largest else stacked.pow(norm_type).sum()).to(device)
         # Axis after axis, which makes the sum over all of their ranks. A replicated axis is in no key: its ranks have

@@ -7,6 +7,7 @@ the sharding units, and tensor parallelism splits the factors as it splits the w
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import pathlib
@@ -29,9 +30,9 @@ from smp.models.init_rules import InitRule, drawn
 from smp.models.meta_model import meta_model
 from smp.models.registry import family_of
 from smp.models.weight_files import ADAPTER_CONFIG
-from smp.parallel import nf4, trained_beside
+from smp.parallel import expert_adapters, nf4, trained_beside
 from smp.parallel.adapter import Adapter
-from smp.parallel.adapter_config import ALL_LINEAR, WEIGHTS, other_base
+from smp.parallel.adapter_config import ALL_LINEAR, NO_LAYERS, WEIGHTS, other_base
 from smp.parallel.adapter_files import NAMES, GivenAdapter, config_text
 from smp.parallel.linear import is_transposed, product_of, replace_product
 from smp.parallel.lora_config import Config
@@ -53,14 +54,19 @@ def warn_of_base(adapter_path: str, base: str) -> None:
 
 
 def log_reach(model: nn.Module, family: Family, config: Config) -> None:
-    """Log which layers of a mixture get adapters, and that its routed experts, which are no layers, do not."""
-    names = {name for _, experts in expert_modules(model) for name, p in experts.named_parameters() if p.dim() > 1}
-    if config.lora_rank and names:
-        reached = {path.rpartition(".")[2] for path in target_layers(model, family, config)}
-        logger.info(
-            "--lora_target_modules %s: adapters of %s. The routed experts (%s) get none and are frozen.",
-            " ".join(config.lora_target_modules), ", ".join(sorted(reached)), ", ".join(sorted(names)),
-        )  # fmt: skip
+    """Log which layers of a mixture get adapters, and which matrices of its routed experts, which are no layers."""
+    if not config.lora_rank or not expert_modules(model):
+        return
+    every = {name.rpartition(".")[2] for name in expert_adapters.matrices(model)}
+    found = {name for names in expert_adapters.target_parameters(model, config).values() for name in names}
+    reached = {path.rpartition(".")[2] for path in target_layers(model, family, config)}
+    said = f"The routed experts ({', '.join(sorted(every))}) get none and are frozen."
+    if found:
+        said = f"The routed experts get adapters of {', '.join(sorted(found))}."
+    logger.info(
+        "--lora_target_modules %s: adapters of %s. %s",
+        " ".join(config.lora_target_modules), ", ".join(sorted(reached)) or "no layers", said,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -69,6 +75,7 @@ def left_out(model: nn.Module) -> Iterator[None]:
     products = map(product_of, model.modules())
     inner = {product.inner if isinstance(product, nf4.Unpacked) else product for product in products}
     adapters: list[Any] = [*(product for product in inner if isinstance(product, Adapter)), *all_rows(model)]
+    adapters += expert_adapters.adapters_of(model)
     for adapter in adapters:
         adapter.left_out = True
     try:
@@ -95,6 +102,8 @@ def target_layers(model: nn.Module, family: Family, config: Config) -> dict[str,
         UserError: a target is the end of no layer's name, or an adapter would never be used.
     """
     layers, targets = linear_layers(model, family), config.lora_target_modules
+    if targets == (NO_LAYERS,) and config.lora_target_parameters:
+        return {}
     found = layers if targets == (ALL_LINEAR,) else _matching(layers, config)
     if uncalled := [path for path in family.uncalled if path in found]:
         source = "--lora_target_modules" if config.adapter_path is None else f"{config.adapter_path}/{ADAPTER_CONFIG}"
@@ -156,29 +165,24 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
     config = settings[Config].with_adapter()
     if not config.lora_rank:
         return Parameters()
-    layers = target_layers(model, family, config)
-    given = None
+    layers, beside = target_layers(model, family, config), trained_beside.fields(model, family, config)
+    names = expert_adapters.in_files(NAMES, expert_adapters.names_of_factors(model, config))
+    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: config_text(model, config, settings, layers, beside)}, names)
+    added = [*_factors(layers, config, apart), *expert_adapters.factors(model, config, apart)]
     if config.adapter_path is not None:
         given = GivenAdapter(config)
-        given.require({NAMES.file_key(f"{path}.{name}") for path in layers for name in Adapter.own}, of=".lora_")
-    beside = trained_beside.fields(model, family, config)
-    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: config_text(model, config, settings, layers, beside)}, NAMES)
-    return Parameters(list(_factors(layers, config, apart, given)), freezes=True)
+        given.require({each.key for each in added}, of=".lora_")
+        added = [dataclasses.replace(each, initial=given.rule(each)) for each in added]
+    return Parameters(added, freezes=True)
 
 
-def _factors(
-    layers: Mapping[str, nn.Module], config: Config, apart: Apart, given: GivenAdapter | None
-) -> Iterator[AddedParameter]:
+def _factors(layers: Mapping[str, nn.Module], config: Config, apart: Apart) -> Iterator[AddedParameter]:
     for path, layer in layers.items():
         outputs, inputs = _sizes(layer)
         bound = 1 / math.sqrt(inputs)  # kaiming_uniform_ with a = sqrt(5)
         uniform = drawn(lambda values, generator, b=bound: values.uniform_(-b, b, generator=generator))
-        for name, shape, fresh in (
-            ("lora_A", (config.lora_rank, inputs), uniform),
-            ("lora_B", (outputs, config.lora_rank), InitRule()),
-        ):
-            values = fresh if given is None else given.rule(NAMES.file_key(f"{path}.{name}"), shape)
-            yield AddedParameter(path, name, shape, values, apart)
+        yield AddedParameter(path, "lora_A", (config.lora_rank, inputs), uniform, apart)
+        yield AddedParameter(path, "lora_B", (outputs, config.lora_rank), InitRule(), apart)
 
 
 def _sizes(layer: Any) -> tuple[int, int]:
@@ -200,6 +204,7 @@ def _replace_products(model: nn.Module, family: Family, settings: Settings) -> N
         adapter = Adapter(config.scale, config.lora_dropout)
         for layer in target_layers(model, family, config).values():
             replace_product(layer, adapter)  # type: ignore[arg-type]
+        expert_adapters.apply(model, config)
         if config.qlora:
             nf4.quantise(model, linear_layers(model, family))
 
@@ -221,6 +226,7 @@ def adapt(
     *,
     alpha: float = 16.0,
     target_modules: Sequence[str] | str | None = None,
+    target_parameters: Sequence[str] = (),
     use_rslora: bool = False,
     dropout: float = 0.0,
     quantize: Literal["nf4"] | None = None,
@@ -239,6 +245,8 @@ def adapt(
         rank: of the factors; 0 with ``adapter_path``.
         alpha: the adapters' product is scaled by ``alpha / rank``, with ``use_rslora`` by ``alpha / sqrt(rank)``.
         target_modules: ends of the names of the blocks' linear layers that get adapters, or one; None: ``all-linear``.
+        target_parameters: ends of the names of parameters that have the matrices of all experts of a layer, such as
+            ``experts.down_proj``, and get adapters, as in peft; with ``target_modules`` empty these alone.
         dropout: of the adapters' input, while the model is in training mode; each data rank seeds torch's generators
             differently, those of a tensor-parallel group alike.
         quantize: store the weights of the blocks' linear layers in 4 bits.
@@ -264,11 +272,12 @@ def adapt(
     if target_modules is None:
         target_modules = ALL_LINEAR
     targets = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
+    targets = targets or (NO_LAYERS,) * bool(target_parameters)
     config = Config(
         qlora=quantize == "nf4",
         lora_rank=rank, lora_alpha=alpha, lora_target_modules=targets, lora_use_rslora=use_rslora,
         lora_dropout=dropout, lora_train_tokens=tuple(map(str, train_tokens)),
-        lora_modules_to_save=tuple(modules_to_save),
+        lora_modules_to_save=tuple(modules_to_save), lora_target_parameters=tuple(target_parameters),
         adapter_path=None if adapter_path is None else os.fspath(adapter_path),
     )  # fmt: skip
     family, settings = family_of(hf_config), Settings((config,))

@@ -24,6 +24,11 @@ class Config(Section):
     lora_target_modules: tuple[str, ...] = setting(
         (ALL_LINEAR,), "Layers that get adapters, by the ends of their names. Default: all linear layers of blocks."
     )
+    lora_target_parameters: tuple[str, ...] = setting(
+        (),
+        "Parameters with the matrices of all routed experts of a layer that get adapters, too, by the ends of their "
+        "names, as experts.gate_up_proj experts.down_proj; with --lora_target_modules none these alone.",
+    )
     lora_use_rslora: bool = setting(False, "Scale by --lora_alpha / the square root of --lora_rank.")
     qlora: bool = setting(
         False, "Store the weights of the blocks' linear layers in 4 bits (NF4), also while ranks gather them."
@@ -39,8 +44,10 @@ class Config(Section):
     adapter_path: str | None = setting(
         None, "Start from an adapter in peft's format: a directory, which sets the flags above."
     )
-    save_merged_model: bool = setting(
-        False, "Write the final model with the adapters added to its weights, and not the adapters alone."
+    save_merged_model: bool | None = setting(
+        None,
+        "Write the final model with the adapters added to its weights, and not the adapters alone. Default: with "
+        "--lora_target_parameters, as servers leave adapters of experts out.",
     )
 
     def problems(self) -> list[str]:
@@ -65,6 +72,13 @@ class Config(Section):
         ids = {int(text) for text in texts if text.isdecimal()}
         others = (number for number in range(len(texts)) if number not in ids)
         return tuple(sorted([*ids, *(next(others) for text in texts if not text.isdecimal())]))
+
+    @property
+    def merges(self) -> bool:
+        """Return whether the final model is the merged one."""
+        return bool(
+            self.with_adapter().lora_target_parameters if self.save_merged_model is None else self.save_merged_model
+        )
 
     @property
     def scale(self) -> float:

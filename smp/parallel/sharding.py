@@ -287,7 +287,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     which lives until the next unit's are reduced.
     """
     fp32, moment = 4, work.moment
-    units, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size), shape.trained(mesh.tp.size)
+    degrees = mesh.tp.size, mesh.degree("ep")
+    units, (trained, table, last, block) = shape.unit_sizes(*degrees), shape.trained(*degrees)
     total = units.parameters
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
     optim = work.settings[OptimConfig]
@@ -301,7 +302,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     sums = 0
     if accumulated and not deferred and optim.parameter_bytes < fp32 and moment is not Moment.UPDATE:
         gradients, sums = reduced, trained  # in fp32, on the device, beside what the reductions leave
-    if shape.frozen_but is None:  # else experts are frozen, too
+    if shape.frozen_but is None:  # else experts are frozen, too, but for factors, which are few
         block = shape.gathered(units, mesh).block
     unreduced = _unreduced(shape, mesh, moment, table=table, last=last, block=block)
     copied = {

@@ -142,8 +142,7 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
     given = GivenAdapter(config)
     given.require({each.key for each in (*found.added, *found.trained)})
     added, trained = (
-        [dataclasses.replace(each, initial=given.rule(each.key, each.shape)) for each in own]
-        for own in (found.added, found.trained)
+        [dataclasses.replace(each, initial=given.rule(each)) for each in own] for own in (found.added, found.trained)
     )
     return Parameters(added, trained=trained)
 

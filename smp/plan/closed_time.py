@@ -67,7 +67,9 @@ class _Block(NamedTuple):
 
 
 def _block_weights(shape: ModelShape) -> int:
-    """Count the weights of a block's products."""
+    """Count the weights of a block's products with a token."""
+    if shape.experts:
+        return shape.block - shape.experts + shape.active
     width = shape.attention or shape.hidden
     key_value = width * (shape.key_value_heads or shape.heads) // shape.heads
     mlp = (3 if shape.gated_mlp else 2) * shape.intermediate
@@ -95,13 +97,21 @@ def _block(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, mer
     )
 
 
+def _gathered(shape: ModelShape, mesh: Mesh) -> float:
+    """Count the weights of a block that a rank gathers."""
+    if not shape.experts:
+        return _block_weights(shape) / mesh.tp.size
+    return shape.gathered(shape.unit_sizes(mesh.tp.size, mesh.degree("ep")), mesh).block
+
+
 def _trained(shape: ModelShape, mesh: Mesh) -> tuple[float, float, float]:
     """Count a rank's trained parameters: of a block, outside of the blocks, and of its shard."""
     tp, shard = mesh.tp.size, mesh.shard.size
     if shape.frozen_but is not None:
         trained = shape.trained(tp)
         return trained.block, trained.table + trained.last, trained.parameters / shard
-    return _block_weights(shape) / tp, shape.hidden * shape.vocabulary / tp, shape.parameters / tp / shard
+    own = shape.unit_sizes(tp, mesh.degree("ep")).parameters if shape.experts else shape.parameters / tp
+    return _gathered(shape, mesh), shape.hidden * shape.vocabulary / tp, own / shard
 
 
 class _Links:
@@ -194,7 +204,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     gathers = forward_gathers + backward_gathers
     reduced, outside, own = _trained(shape, mesh)
     weight_bytes = BYTES if adapters.qlora else value
-    gather = links.send("all_gather", weight_bytes * (_block_weights(shape) / tp), "dp_shard", gathers * blocks)
+    gather = links.send("all_gather", weight_bytes * _gathered(shape, mesh), "dp_shard", gathers * blocks)
     scatter = links.send("reduce_scatter", REDUCE_BYTES * reduced, "dp_shard", blocks)
     vocabulary = shape.hidden * shape.vocabulary / tp
     # What is not overlapped: the embedding's gather, the first block's, and the last reductions.

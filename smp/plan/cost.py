@@ -76,7 +76,7 @@ def disk_bytes(
     found = {"checkpoint": one, "kept checkpoints": one * (kept + 1)}
     if checkpoint.save_final_model:
         trained = shape.trained(1).parameters
-        merged = shape.frozen_but is not None and work.settings[lora.Config].save_merged_model
+        merged = shape.frozen_but is not None and work.settings[lora.Config].merges
         added = trained - shape.own_trained.parameters
         found["final model"] = work.settings[OptimConfig].parameter_bytes * (
             shape.parameters - added if merged else trained

@@ -28,6 +28,7 @@ def memory_entry(memory: RankMemory) -> dict[str, Any]:
         "heap": memory.heap,
         "limit": memory.limit,
         "room": memory.headroom,
+        "worst_case": memory.needed + memory.worst,
         "shared": memory.shared,
         "peak_moment": memory.peak.where,
         "at_peak": dict(memory.peak.categories),

@@ -43,6 +43,7 @@ class RankMemory:
         shared: of the peak, bytes that the ranks of a host share (counted once a host).
         heap: at most so many bytes a process on CPUs holds beyond its tensors at the peak: free blocks of the C
             library's heap.
+        worst: bytes more than ``needed`` where all tokens are sent to the experts of this rank.
         timeline: total bytes after each change of the step, thinned; for drawing.
     """
 
@@ -54,6 +55,7 @@ class RankMemory:
     limit: int | None
     shared: int = 0
     heap: int = 0
+    worst: int = 0
     timeline: Sequence[tuple[str, Mapping[str, int]]] = ()
 
     @property

@@ -15,7 +15,7 @@ from smp.data.config import NO_DATA, DataConfig
 from smp.data.data_pipeline import BatchShape, open_samples
 from smp.data.source import with_type
 from smp.errors import ConfigError, UserError
-from smp.memory.estimate import estimate_memory, free_blocks, processes_that_fit
+from smp.memory.estimate import estimate_memory, free_blocks, processes_that_fit, worst_case_bytes
 from smp.memory.shape import ModelShape
 from smp.mesh import lay_out
 from smp.models.family import tensor_parallel_problems
@@ -222,8 +222,10 @@ def _closed_plan(argv: list[str], *, nodes: int, local: int, row: DeviceRow) -> 
 def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
     """Add what the layout's sizes say of hosts and disks."""
     sizes = (request.shape, layout.mesh, layout.work, request.checkpoint)
+    worst = worst_case_bytes(request.shape, layout.mesh, layout.work)
     return dataclasses.replace(
         plan,
+        memory=dataclasses.replace(plan.memory, worst=worst),
         flags=layout.flags,
         tokens=layout.tokens,
         host=host_bytes(*sizes, local=request.local),
@@ -320,7 +322,8 @@ def as_document(request: Request, found: Found, *, top: int, tokens: int | None,
     costs = [(plan, cost(request, plan, tokens, price), rates(request, plan)) for plan in plans]
     return {
         "schema": document.SCHEMA, "smp": __version__, "torch": torch.__version__,
-        "flags": request.argv,
+        "flags": request.argv, "parameters": request.shape.parameters,
+        "active_parameters": request.shape.active_parameters,
         "cluster": {
             "nodes": request.nodes, "gpus_per_node": request.local, "device": row.name, "memory_gib": row.memory,
             "network": row.network,

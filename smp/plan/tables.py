@@ -61,6 +61,10 @@ def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
     if memory.shared:
         yield f"  {gib(memory.shared)} GiB of it are shared by the ranks of a host"
     yield f"  the peak is in: {memory.peak.where}"
+    if memory.worst:
+        most = memory.needed + memory.worst
+        misfit = ", which does not fit" if memory.limit is not None and most > memory.limit else ""
+        yield f"  with tokens balanced; at most {gib(most)} GiB if all go to the experts of one rank{misfit}"
 
 
 def other_memory(plan: LayoutPlan) -> Iterator[str]:

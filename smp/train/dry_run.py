@@ -34,6 +34,7 @@ from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, choose_device
 from smp.train.arguments import TrainConfig
+from smp.units import parameters_text
 
 logger = get_logger("train")
 
@@ -174,9 +175,10 @@ def report(
     """
     shapes = sharded_parameters(resolved, mesh, work.settings)
     local = sum(local.numel() for _, local in shapes.values())
+    size = parameters_text(shape.parameters, shape.active_parameters)
     return "\n".join(
         [
-            f"{resolved.name}: {shape.parameters:,} parameters in {len(shapes)} tensors; rank 0 stores {local:,}",
+            f"{resolved.name}: {size} in {len(shapes)} tensors; rank 0 stores {local:,}",
             f"mesh: {mesh} = {mesh.world_size} processes",
             *([advice] if (advice := sharding_advice(mesh)) else []),
             "",

@@ -56,6 +56,7 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
     weights = [(first[id(weight)], size[0] * size[1]) for weight, size in sizes if size is not None]
     count, with_gradient = sum(size for _, size in weights), {spec.name for spec in table.trained}
     layers = expert_layers(meta.model)
+    shares = {layer.path: (layer.top, layer.experts) for layer in layers}
     routed = sum(layer.top * layer.weights + layer.router for layer in layers)  # of the experts that a token is sent to
     own = sum(size for name, size in weights if name in with_gradient)
     which = "of a token's experts, head included, embedding not" if layers else "head included, embedding not"
@@ -63,7 +64,10 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
     if is_trained:
         products, counted = 6 * count, f"6 x {count} matmul weights ({which})"
     else:
-        trained = table.count(lambda spec: spec.added)
+        trained = 0  # of factors beside experts those of a token's
+        for spec in table:
+            top, every = shares.get(spec.name.rpartition(".")[0], (1, 1))
+            trained += spec.added * spec.size * top // every
         products = 4 * count + 6 * trained + 2 * own  # a weight's gradient is a product
         counted = f"4 x {count} frozen matmul weights ({which}) + 6 x {trained} trained ones"
         counted += f" + 2 x {own} of the head" if own else ""

@@ -53,7 +53,11 @@ PROFILED_STEPS = 2
 def announce(job: CheckedJob, start: Start, model: nn.Module, changes: list[str]) -> None:
     """Log the model, the layout, the batch, and the changes of a resumed run."""
     total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (True, False))
-    of_them = f", of which {trained} ({short(trained)}) are trained" if trained < total else ""
+    active = sizes(job)[0].active_parameters
+    parts = [
+        f"{n} ({short(n)}) are {how}" for n, how in ((active, "active for a token"), (trained, "trained")) if n < total
+    ]
+    of_them = f", of which {' and '.join(parts)}" if parts else ""
     logger.info("Created model %s with total parameters: %d (%s)%s", job.model.name, total, short(total), of_them)
     logger.info(
         "World size = %d: %s on %s over %s, computing in %s",

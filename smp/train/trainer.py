@@ -283,7 +283,7 @@ def finish(trainer: Trainer, status: int) -> None:
     final = Path(settings.model_dir).absolute() if settings.model_dir and not url else job.run_dir / "final"
     if settings.save_final_model and not status:
         tokenizer = job.config.data.tokenizer_name_or_dir
-        merged = lora_merge.merged(trainer.model, job.settings) if job.settings[lora.Config].save_merged_model else None
+        merged = lora_merge.merged(trainer.model, job.settings) if job.settings[lora.Config].merges else None
         model, read = merged or (trainer.model, None)
         export_hf(
             model,
@@ -303,6 +303,10 @@ def finish(trainer: Trainer, status: int) -> None:
         if not is_adapter and not settings.export_text_only and content_of_whole(job.model.weights) is not None:
             loads = "AutoModelForImageTextToText"
         logger.info("Final %s: %s (%s.from_pretrained loads it).", "adapter" if is_adapter else "model", final, loads)
+        if merged and job.settings[lora.Config].save_merged_model is None:
+            logger.info(
+                "It has its adapters merged, as servers drop those of experts; --save_merged_model 0 writes them."
+            )
         if url is not None:
             upload_model_together(final, url, functools.partial(trainer.guard.enter, "checkpoint"))
             logger.info("It was uploaded to %s.", url)

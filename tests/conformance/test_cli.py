@@ -24,7 +24,7 @@ from smp.cli.checkpoints import LocalCheckpoint
 from smp.cli.diff import compare_tensor, gap_of
 from smp.cli.export import parse_size
 from smp.errors import UserError
-from tests import manifests
+from tests import experts, manifests
 from tests.job import LLAMA, run_job
 
 FLAGS = ["--use_synthetic_data", 1, "--max_steps", 4, "--checkpoint_freq", 2, "--num_kept_checkpoints", 5]
@@ -287,6 +287,15 @@ def test_inspect_a_hugging_face_model(call, run_dir):
     parameters = sum(p.numel() for p in model.parameters())
     assert status == 0 and any(f"llama, {parameters:,} parameters, float32" in line for line in out), out
     assert sum("model.layers.0" in line for line in out) == sum("layers.0" in n for n, _ in model.named_parameters())
+
+
+def test_inspect_a_mixture(call, tmp_path):
+    experts.build("mixtral", torch.float32).save_pretrained(tmp_path / "mixtral")
+    status, out, _ = call("inspect", tmp_path / "mixtral", "--tensors")
+    assert status == 0 and any("mixtral, 126,944 parameters (44,000 active for a token), float32" in x for x in out), (
+        out
+    )
+    assert any("experts.7.w2.weight" in line for line in out)  # as the files have it
 
 
 def test_nothing_of_a_checkpoint_steers_the_terminal(call, checkpoint):

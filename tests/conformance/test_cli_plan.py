@@ -118,6 +118,17 @@ def test_a_job_that_splits_sequences_is_planned(planner, call):
     assert not re.search("^ +shard +tp +cp", call(*TINY)[1], re.M)
 
 
+def test_a_mixture_says_what_unbalanced_tokens_would_need(planner, call):
+    words = ["--model", "mixtral_tiny", "--use_synthetic_data", 1, "--search", 0]
+    status, out, _ = call(*words, "--gpus_per_node", 2, "--expert_parallel_degree", 2)
+    assert status == 0 and "2,299,008 parameters (1,119,360 active for a token), " in out
+    assert re.search(r"^  with tokens balanced; at most [\d.]+ GiB if all go to the experts of one rank$", out, re.M)
+    content = json.loads(call(*words, "--gpus_per_node", 2, "--expert_parallel_degree", 2, "--json", "-")[1])
+    memory = content["layouts"][0]["memory"]
+    assert memory["worst_case"] > memory["reserved"] + memory["outside"] and content["active_parameters"] == 1_119_360
+    assert "tokens balanced" not in call(*words, "--gpus_per_node", 2)[1]
+
+
 def test_what_does_not_fit_says_because_of_what(planner, call):
     planner.factor = 21.0
     status, out, _ = call(*TINY)

@@ -13,6 +13,7 @@ from smp.models.init_rules import record_rules
 from smp.models.meta_model import init_rules
 from smp.models.registry import build_model, family_of
 from smp.parallel.parallelize import parallelize
+from tests import experts
 from tests.distributed import run_distributed
 from tests.reference import Layout, tiny_config
 
@@ -84,6 +85,13 @@ def normal_rules(shape):
         return holder
 
     return record_rules(build, seed=0).rule
+
+
+def test_experts_that_no_machine_has_room_for_take_no_memory():
+    config = experts.config_of("mixtral", num_local_experts=1 << 16, intermediate_size=1 << 24)
+    model = build_on_meta(lambda: build_model(config, attn_implementation="sdpa"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
 
 
 def test_a_parameter_without_a_rule_is_named():

@@ -36,6 +36,7 @@ from tests.reference import (
 )
 
 STEPS, LENGTH = 2, 11
+SIGMOID = ("deepseek_v3", "glm4_moe", "nemotron_h")  # their routers' scores, to which a bias is added
 
 
 @pytest.fixture(autouse=True)
@@ -43,24 +44,49 @@ def length(monkeypatch):
     monkeypatch.setattr(reference, "LENGTH", LENGTH)  # of the ranks, too, which are forked
 
 
+def valid(step: int) -> int:
+    return int((global_batch(step)[1][:, 1:] != -100).sum())
+
+
 def routers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
 
 
-def loss_with(kind: str, extra: Any) -> Any:
-    """The plain model's loss, with that of all logits ``(layers, rows, length, experts)`` and their choices."""
+def routed(model: nn.Module, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The plain model's loss; logits and choices of its routers, ``(layers, rows, length, experts)``."""
+    seen: list[Any] = []
+    hooks = [each.register_forward_hook(lambda *a: seen.append(a[-1])) for each in routers(model)]
+    loss = mean_loss(model, step)
+    for hook in hooks:
+        hook.remove()
+    logits = torch.stack([logits.view(ROWS, LENGTH, -1) for logits, _, _ in seen])
+    chosen = torch.stack([F.one_hot(index.view(ROWS, LENGTH, -1), experts.EXPERTS).sum(-2) for *_, index in seen])
+    return loss, logits, chosen
+
+
+def loss_with(kind: str, extra: Any, plain: list[float] | None = None) -> Any:
+    """The plain model's loss with another one; ``plain`` receives that without it."""
 
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-        seen: list[Any] = []
-        hooks = [each.register_forward_hook(lambda *a: seen.append(a[-1])) for each in routers(model)]
-        loss = mean_loss(model, step)
-        for hook in hooks:
-            hook.remove()
-        logits = torch.stack([logits.view(ROWS, LENGTH, -1) for logits, _, _ in seen])
-        chosen = torch.stack([F.one_hot(index.view(ROWS, LENGTH, -1), experts.EXPERTS).sum(-2) for *_, index in seen])
-        valid = int((global_batch(step)[1][:, 1:] != -100).sum())
-        scores = logits.sigmoid() if kind == "deepseek_v3" else logits.softmax(-1)
-        return loss + extra(logits, scores / scores.sum(-1, keepdim=True), chosen.double()) / valid
+        loss, logits, chosen = routed(model, step)
+        if plain is not None:
+            plain.append(loss.item())
+        scores = logits.sigmoid() if kind in SIGMOID else logits.softmax(-1)
+        return loss + extra(logits, scores / scores.sum(-1, keepdim=True), chosen.double()) / valid(step)
+
+    return loss_of
+
+
+def loss_with_biases(rate: float) -> Any:
+    """The plain model's loss, with biases that change after each step by the choices of all of its tokens."""
+    last: list[torch.Tensor] = []
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        for router, counts in zip(routers(model), last, strict=bool(step)):
+            router.e_score_correction_bias += rate * (counts.mean() - counts).sign()
+        loss, _, chosen = routed(model, step)
+        last[:] = chosen.sum((1, 2)).double()
+        return loss
 
     return loss_of
 
@@ -87,7 +113,9 @@ CASES = {
     "z": (ExpertsConfig(moe_z_loss_coeff=0.5), z_loss),
 }
 MANY = [Layout("full_shard", ep=2, checkpointing=True), Layout("full_shard", accumulation=2, ep=2, mode="selective")]
-SPLIT = [Layout("full_shard", cp=2, ep=2), Layout("full_shard", tp=2)]
+# Tokens of all sequences are split, or none are.
+TENSOR = [Layout("full_shard", tp=2, ep=2, checkpointing=True), Layout("full_shard", tp=2, sequence=False)]
+SPLIT = [Layout("full_shard", cp=2, ep=2), *TENSOR]
 LAYOUTS = {"sequence": [*MANY, *SPLIT], "aux_loss": [MANY[0], *SPLIT], "z": [*MANY, *SPLIT]}
 
 
@@ -219,3 +247,20 @@ def test_another_selection_is_the_same_at_every_layout(kind, method, layouts):
 
 def test_a_selection_looks_at_sequences_that_context_and_tensor_parallel_ranks_share():
     run_distributed(choose_alike, "mixtral", "sinkhorn", [Layout("full_shard", cp=2, tp=2, ep=4)], world_size=4)
+
+
+def check_bf16() -> None:
+    model, rate, seen = experts.build("glm4_moe", torch.float32), 0.01, []
+    config = ExpertsConfig(moe_load_balancing="bias", moe_bias_update_rate=rate)
+    before = [router.e_score_correction_bias.clone() for router in routers(model)]
+    layout = Layout("full_shard", ep=2, dtype=torch.bfloat16, checkpointing=True)
+    assert len(list(train_parallel(model, layout, 1, seen=seen, more=(config,)))) == 1
+    counts = metrics(seen[0])["experts/tokens"]
+    assert counts.dtype == torch.int64 and counts.sum(1).tolist() == [ROWS * LENGTH * 2] * len(before)
+    for router, old, tokens in zip(routers(seen[0]), before, counts, strict=True):
+        new, direction = router.e_score_correction_bias, (tokens.sum() - len(tokens) * tokens).sign()
+        assert new.dtype == torch.float32 and torch.equal(new, old.add(direction.float(), alpha=rate))
+
+
+def test_biases_and_counts_are_not_rounded_to_bf16():
+    run_distributed(check_bf16, world_size=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import smp.cli
+from smp.checkpoint import lora_merge
 from smp.checkpoint.manifest import read_manifest
+from smp.pretrained import read_box
 from tests import experts
 from tests.job import losses, run_job
 from tests.reference import INDUCTOR, VOCABULARY, build_reference
@@ -91,8 +94,11 @@ def test_adapters_of_a_mixture_are_merged_into_files_of_each_expert(folder):
     words = ["--max_steps", 2, "--expert_parallel_degree", 2, "--save_final_model", 1]
     done = run_job(*flags(folder, base="mixture"), *words, world_size=2).succeeded()
     assert done.output.count("The routed experts (down_proj, gate_up_proj) get none and are frozen.") == 1
-    run = folder / "run"
-    assert smp.cli.main(["export", "--merge", str(run / "checkpoints" / "latest"), str(folder / "merged")]) == 0
+    run, read = folder / "run", []
+    with mock.patch.object(lora_merge, "read_box", lambda *given: read.append(given[1]) or read_box(*given)):
+        assert smp.cli.main(["export", "--merge", str(run / "checkpoints" / "latest"), str(folder / "merged")]) == 0
+    # Of the experts of a layer, as of no other parameter, a matrix of a file at a time.
+    assert len(read) == 3 * 3 * experts.EXPERTS and {box[0].stop - box[0].start for box in read} == {1}
     base = AutoModelForCausalLM.from_pretrained(folder / "mixture", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, run / "final").merge_and_unload().state_dict()
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -104,6 +110,68 @@ def test_adapters_of_a_mixture_are_merged_into_files_of_each_expert(folder):
     assert merged.keys() == before.keys()
     changed = {key for key, tensor in merged.items() if not torch.equal(tensor, before[key])}
     assert changed == {key for key in merged if "self_attn" in key}
+
+
+@pytest.mark.full
+def test_adapters_of_experts_resume_at_another_layout_and_are_merged(folder, capsys):
+    peft = pytest.importorskip("peft")
+    experts.build("gpt_oss", torch.float32).save_pretrained(folder / "mixture")
+    words = [
+        "--lora_target_parameters",
+        "experts.gate_up_proj",
+        "down_proj",
+        "--global_batch_size",
+        4,
+        "--max_steps",
+        4,
+    ]
+    every = [*words, "--expert_parallel_degree", 2, "--checkpoint_freq", 2, "--bf16", 0]
+    run_job(*flags(folder, base="mixture"), *every, world_size=2).succeeded()
+    (checkpoint,) = (folder / "run" / "checkpoints").glob("*-2steps")
+    assert {"model.model.layers.1.mlp.experts.down_proj_lora_B"} < read_manifest(checkpoint).tensors.keys()
+    resume = [*flags(folder, "resumed", base="mixture"), *words, "--save_final_model", 1]
+    done = run_job(*resume, "--resume_from_checkpoint", checkpoint, world_size=2).succeeded()
+    assert losses(folder / "resumed") == pytest.approx(losses(folder / "run")[2:], rel=1e-5)
+    assert "The routed experts get adapters of down_proj, gate_up_proj." in done.output
+    assert "Final model" in done.output and "as servers drop those of experts; --save_merged_model 0" in done.output
+    latest = folder / "resumed" / "checkpoints" / "latest"
+    capsys.readouterr()
+    for words, name in (([], "merged"), (["--no-merge"], "alone")):
+        assert smp.cli.main(["export", *words, str(latest), str(folder / name)]) == 0
+        assert ("as servers drop those of experts; --no-merge" in capsys.readouterr().out) == (name == "merged")
+    final, merged = (load_file(at / "model.safetensors") for at in (folder / "resumed" / "final", folder / "merged"))
+    assert final.keys() == merged.keys() and all(torch.equal(final[key], merged[key]) for key in final)
+    base = AutoModelForCausalLM.from_pretrained(folder / "mixture", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, folder / "alone").merge_and_unload().state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(tensor, theirs[name], rtol=1e-5, atol=1e-7) for name, tensor in ours.items())
+    changed = {
+        key
+        for key, tensor in load_file(folder / "mixture" / "model.safetensors").items()
+        if not torch.equal(tensor, merged[key])
+    }
+    assert {key.rpartition(".")[2] for key in changed if "experts" in key} == {"down_proj", "gate_up_proj"}
+    # Adapters that a run has exported are started from.
+    given = [
+        "--adapter_path",
+        folder / "alone",
+        "--max_steps",
+        1,
+        "--lr",
+        1e-30,
+        "--min_lr",
+        0,
+        "--save_merged_model",
+        0,
+    ]
+    run_job(*flags(folder, "given", "mixture")[:-6], *given, "--save_final_model", 1, world_size=2).succeeded()
+    first, again = (
+        load_file(at / "adapter_model.safetensors") for at in (folder / "alone", folder / "given" / "final")
+    )
+    assert first.keys() == again.keys() and all(torch.equal(first[key], again[key]) for key in first)
+    assert smp.cli.main(["diff", str(latest), str(folder / "alone")]) == 2
+    assert "peft's files have the factors of experts joined" in capsys.readouterr().err
 
 
 def check_merging(folder, capsys):

@@ -25,7 +25,9 @@ from smp.models.registry import family_of
 from smp.parallel import activation_checkpoint
 from smp.parallel.activation_checkpoint import _policy, apply_activation_checkpointing, checkpointed_blocks
 from smp.parallel.context.technique import split_sequences
+from smp.parallel.experts import technique
 from smp.parallel.technique import Setup
+from tests import experts
 from tests.distributed import run_distributed
 from tests.reference import build_reference, global_batch
 from tests.unit.test_activation_offload import blocks_of, dropout_model, gradients
@@ -97,6 +99,34 @@ def test_jitter_of_routers_is_the_same_in_recomputation(kind):
     setup = Setup(family_of(config), lay_out(1, 1, 1), Settings((ActivationConfig(),)))
     activation_checkpoint.apply(model, setup)
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_equal_scores_are_routed_in_recomputation_as_in_forward(mode, monkeypatch):
+    model = experts.build("mixtral")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()
+    setup = Setup(family_of(model.config), lay_out(), Settings((ActivationConfig(activation_checkpointing_mode=mode),)))
+    technique.apply(model, setup)
+    names, again = ["loss", *(name for name, _ in model.named_parameters())], []
+
+    def topk(scores, k, *args, **kwargs):
+        """Choose the first of equal scores, in recomputation the last, by the same operations."""
+        sign, first = 1, 0
+        if torch._C._current_graph_task_id() != -1:
+            again.append(scores)
+            sign, first = -1, experts.EXPERTS - 1
+        index = torch.arange(k).mul(sign).add(first).expand(*scores.shape[:-1], k)
+        return scores.gather(-1, index), index
+
+    monkeypatch.setattr(torch, "topk", topk)
+    expected = gradients(copy.deepcopy(model), steps=1)
+    activation_checkpoint.apply(model, setup)
+    found = dict(zip(names, zip(gradients(model, steps=1), expected, strict=True), strict=True))
+    # A router has the gradients of the scores that it chose last, of which these are equal.
+    assert len(again) == 3
+    assert all(torch.equal(*pair) for name, pair in found.items() if not name.endswith(".mlp.gate.weight"))
 
 
 @pytest.mark.parametrize(

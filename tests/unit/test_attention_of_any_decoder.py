@@ -14,6 +14,7 @@ from smp.models.registry import build_model, family_of
 from smp.parallel import attention, choices
 from smp.parallel.documents import check_documents
 from smp.parallel.technique import Setup, draws
+from tests import experts
 from tests.unit.test_attention import Reads
 
 SHAPE = {
@@ -152,6 +153,12 @@ def test_documents_of_a_model_that_mixes_them_are_refused(model_type, values, wo
         check_documents(config)
     with pytest.raises((UserError, TypeError), match=r"--document_mask 1|position_ids"):
         logits(applied(built(config)), position_ids=POSITIONS, **LENGTHS)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "nemotron_h"])
+def test_documents_of_mixtures_with_a_state_are_refused(kind):
+    with pytest.raises(UserError, match=r"packed documents apart \(it has (linear_attention|mamba) layers"):
+        check_documents(experts.config_of(kind))
 
 
 def test_documents_that_change_one_another_s_rotary_embedding_are_refused():

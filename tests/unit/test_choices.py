@@ -13,12 +13,16 @@ from transformers import GPTNeoXConfig
 import train_lib
 from smp.config import AUTO, ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.mesh import lay_out
+from smp.models.registry import family_of
 from smp.parallel import allocator, choices, compile_blocks, lora
 from smp.parallel.choices import Choice, Situation, agree_on_choices, choose
+from smp.parallel.parallelize import find_problems
+from smp.parallel.technique import Setup
 from smp.parallel.tensor import technique
 from smp.train import checked_job, job
 from smp.train.arguments import FLAGS
 from smp.train.job import batch_of_flags, choose_settings, sizes
+from tests import experts
 from tests.distributed import run_distributed
 from tests.flags import SYNTHETIC, check, in_child, parse, plan_of
 from tests.job import LLAMA, run_job
@@ -85,6 +89,15 @@ def test_split_blocks_are_not_compiled_unasked():
     split = dataclasses.replace(situation(undecided()), hf_config=GPTNeoXConfig(), mesh=lay_out(1, 1, 2))
     (choice,) = compile_blocks.choose(split)
     assert not choice.value and choice.reason.startswith("not yet measured on several GPUs")
+
+
+def test_blocks_with_experts_are_not_compiled():
+    config = experts.config_of("mixtral")
+    seen = dataclasses.replace(situation(undecided()), hf_config=config)
+    (choice,) = compile_blocks.choose(seen)
+    assert not choice.value and choice.reason.startswith("blocks with experts cannot be compiled")
+    asked = Setup(family_of(config), lay_out(), Settings((ActivationConfig(compile=True),)))
+    assert find_problems(config, asked) == [f"--compile 1: {choice.reason}: leave it out"]
 
 
 def test_the_first_choice_of_a_setting_stays(shown):

@@ -122,6 +122,8 @@ def test_a_job_logs_the_tokens_of_each_expert(tmp_path):
     words = ["--model", tmp_path / "model", *SYNTHETIC, "--max_steps", 2, "--max_context_width", 16]
     words += ["--logging_freq", 1, "--moe_load_balancing", "sequence", "--output_dir", tmp_path / "run"]
     run_job(*words).succeeded()
+    log = (tmp_path / "run/logs/rank0.log").read_text()
+    assert "total parameters: 126944 (127 K), of which 44000 (44 K) are active for a token\n" in log
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         tokens = line["experts/tokens"]

@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from smp.config import Settings
 from smp.errors import ConfigError
-from smp.parallel import nf4
+from smp.models.model_config import ModelConfig
+from smp.models.registry import family_of
+from smp.parallel import lora, nf4
 from smp.parallel.linear import product_of
 from smp.train.preference import PairLoss, loss_of, pair_losses
+from tests import experts
 from tests.flags import check, in_child, one_process, parse, plan_of
 from tests.tensor_parallel import whole
 
@@ -162,8 +166,8 @@ def test_frozen_weights_take_two_bytes_however_the_model_is_built():
 
 
 @check(
-    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora", "adapter_path",
-    "save_merged_model", "lora_train_tokens", "lora_modules_to_save",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_use_rslora",
+    "adapter_path", "save_merged_model", "lora_train_tokens", "lora_modules_to_save",
 )  # fmt: skip
 def test_adapters(tmp_path):
     def trained(*words):
@@ -181,9 +185,15 @@ def test_adapters(tmp_path):
     assert whole_head == {("lm_head.weight", 64 * 32)}
     only = trained("--lora_rank", 2, "--lora_target_modules", "q_proj", "v_proj")
     assert {name.split(".")[-2] for name in only} == {"q_proj", "v_proj"}
+    of_experts = ["--lora_target_modules", "none", "--lora_target_parameters", "experts.down_proj"]
+    mixture, config = experts.build("mixtral"), parse(["--lora_rank", 2, *of_experts]).lora
+    beside = lora.parameters(mixture, family_of(mixture.config), Settings((config, ModelConfig()))).added
+    assert {each.name for each in beside} == {"down_proj_lora_A", "down_proj_lora_B"}
     scale = lambda *words: parse(["--lora_rank", 4, *words]).lora.scale  # noqa: E731
     assert (scale(), scale("--lora_alpha", 8), scale("--lora_use_rslora", 1)) == (4.0, 2.0, 8.0)
-    assert parse(["--lora_rank", 4, "--save_merged_model", 1]).lora.save_merged_model  # see test_lora_job
+    merges = lambda *words: parse(["--lora_rank", 4, *words]).lora.merges  # noqa: E731  see test_lora_job
+    assert [merges(), merges("--save_merged_model", 1), merges(*of_experts)] == [False, True, True]
+    assert not merges(*of_experts, "--save_merged_model", 0)
     config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "lora_dropout": 0.25}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     given = parse(["--adapter_path", tmp_path]).lora.with_adapter()

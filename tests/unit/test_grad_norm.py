@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,8 +107,37 @@ def _check_any_order():
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
 
 
-def test_ranks_may_give_parameters_in_any_order():
-    run_distributed(_check_any_order, world_size=4, timeout=60)
+def _check_names_of_any_length():
+    """Of two meshes with the same axes: a name of one digit is above one of two, and only some ranks have it."""
+    while dist.new_group().group_name != "8":
+        pass
+    meshes = [init_device_mesh("cpu", (2, 2)) for _ in range(2)]
+    parameters = [
+        distributed(torch.full((4, 4), 3.0 + each), mesh, (Shard(0), Shard(1))) for each, mesh in enumerate(meshes)
+    ]
+    assert clip_grad_norm_(parameters, 0.0).item() == pytest.approx(20)
+
+
+@pytest.mark.parametrize("check", [_check_any_order, _check_names_of_any_length])
+def test_ranks_come_to_the_collectives_in_one_order(check):
+    run_distributed(check, world_size=4, timeout=60)
+
+
+def _check_two_meshes():
+    """Of the same ranks: group names give no order, as rank 0's 1 is before its 9, and rank 1's 10 before its 2."""
+    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")) for _ in range(3)]
+    torch.manual_seed(0)
+    whole = [torch.randn(6, 5), 100 * torch.randn(4, 4)]
+    how = (Shard(0), Shard(1))
+    parameters = [distributed(tensor, mesh, how) for tensor, mesh in zip(whole, meshes[::2], strict=True)]
+    assert len({parameter.grad.device_mesh.get_group("a").group_name for parameter in parameters}) == 2
+    norm = clip_grad_norm_(parameters, 1.0)
+    expected = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in whole]))
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+
+
+def test_two_meshes_of_the_same_ranks_are_one():
+    run_distributed(_check_two_meshes, world_size=4, limit=120)
 
 
 def _unreduced(defer):

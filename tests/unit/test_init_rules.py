@@ -148,3 +148,14 @@ def test_the_rules_are_those_of_a_model_with_values_whatever_device_the_first_ca
     with torch.device("meta"):
         meta_model(config)
     assert init_rules(config, seed=0)("backbone.layers.0.mixer.A_log").steps  # else refused
+
+
+def test_parameters_are_not_mapped_before_they_are_on_the_meta_device():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(2**30, 2**12))  # more than any host has
+            self.register_buffer("scale", torch.ones(2))
+
+    model = build_on_meta(Experts)
+    assert model.weight.is_meta and model.weight.numel() == 2**42 and model.scale.tolist() == [1, 1]

@@ -33,7 +33,7 @@ from tests.unit.test_pretrained import reference_model
 peft = pytest.importorskip("peft")
 OBEYED = {
     "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights",
-    "trainable_token_indices", "modules_to_save",
+    "trainable_token_indices", "modules_to_save", "target_parameters",
 }  # fmt: skip
 WITHOUT_EFFECT = {
     "task_type": None, "auto_mapping": {"unsloth_fixed": True}, "peft_version": "0.1", "revision": "main",
@@ -46,7 +46,7 @@ REFUSED = {
     "layers_pattern": "layers", "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8},
     "use_dora": True, "velora_config": {"rank": 1}, "alora_invocation_tokens": [3, 4],
     "use_qalora": True, "monteclora_config": {"a": 1}, "layer_replication": [[0, 2]], "runtime_config": {"a": 1},
-    "lora_bias": True, "target_parameters": ["weight"], "use_bdlora": {"a": 1}, "arrow_config": {"a": 1},
+    "lora_bias": True, "use_bdlora": {"a": 1}, "arrow_config": {"a": 1},
     "kasa_config": {"a": 1}, "megatron_config": {"a": 1}, "an_option_of_tomorrow": 0.5,
 }  # fmt: skip
 

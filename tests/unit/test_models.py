@@ -191,6 +191,7 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
         ({"model": "llama_tiny", "rope_scaling_factor": 2.0}, "add --rope_scaling_type llama3"),
         ({"model": "mistral7b", "model_type": "llama_v2"}, "contradicts mistral7b"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "9 is more than the 8 experts of a layer: lower it"),
+        ({"model": "deepseek_v3", "num_local_experts": 8}, "8 groups (n_group) of this model, each of two"),
         ({"model_type": "llama_v2", "num_local_experts": 4}, "--num_local_experts is no setting of the llama family"),
         ({"model_type": "llama_v2", "intermediate_size": 8, "llama_intermediate_size": 9}, "give one of them"),
         ({"embd_pdrop": 0.1}, "no setting of the gpt_neox family"),

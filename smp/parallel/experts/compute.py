@@ -7,22 +7,39 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from smp.local_shards import local_tensor
 
+# Attribute of experts: by the name of a parameter, what is called with the product of rows with it, the experts, the
+# rows and the counts, and returns what is computed with instead.
+BESIDE = "_smp_beside_experts"
+_ALIGNED = 16  # bytes, of the strides that grouped_mm takes
+
+
+def multiply(rows: torch.Tensor, weight: torch.Tensor, counts: list[int], *, transposed: bool = False) -> torch.Tensor:
+    """Multiply rows, sorted by expert, with their expert's matrix.
+
+    With ``torch.nn.functional.grouped_mm``, but in fp64, which it does not take, of matrices of a few rows or columns
+    that it does not take, where there are no rows, and in a plan in fp32, as its fake takes bf16 alone.
+
+    Args:
+        weight: ``(experts, outputs, inputs)``, or transposed.
+    """
+    is_aligned = all(size * weight.element_size() % _ALIGNED == 0 for size in weight.shape[1:])
+    has_kernel = rows.dtype == torch.bfloat16 if isinstance(rows, FakeTensor) else rows.dtype != torch.float64
+    if not has_kernel or not len(rows) or not is_aligned:
+        parts = zip(rows.split(counts), weight, strict=True)
+        return torch.cat([part @ each if transposed else F.linear(part, each) for part, each in parts])
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(rows.device)
+    return F.grouped_mm(rows, weight if transposed else weight.transpose(-2, -1), offs=ends)
+
 
 def _multiply(module: Any, name: str, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Multiply rows, sorted by expert, with their expert's matrix, and add its bias.
-
-    With ``torch.nn.functional.grouped_mm``, but in fp64, which it does not take, and where there are no rows.
-    """
-    weight = local_tensor(getattr(module, name))
-    if rows.dtype == torch.float64 or not len(rows):
-        parts = zip(rows.split(counts), weight, strict=True)
-        found = torch.cat([part @ each if module.is_transposed else F.linear(part, each) for part, each in parts])
-    else:
-        ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(rows.device)
-        found = F.grouped_mm(rows, weight if module.is_transposed else weight.transpose(-2, -1), offs=ends)
+    """Multiply rows, sorted by expert, with their expert's matrix, add what is beside it, and its bias."""
+    found = multiply(rows, local_tensor(getattr(module, name)), counts, transposed=module.is_transposed)
+    if (beside := getattr(module, BESIDE, {}).get(name)) is not None:
+        found = beside(found, module, rows, counts)
     if module.has_bias:
         of_row = torch.tensor(counts).to(rows.device)
         bias = local_tensor(getattr(module, f"{name}_bias"))

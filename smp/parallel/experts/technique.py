@@ -9,6 +9,8 @@ sharded and computed as in any model. Source of the folding: torchtitan's ``Para
 from __future__ import annotations
 
 import math
+import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from smp.delayed_init import from_rank0
 from smp.errors import ConfigError
 from smp.memory.shape import FULL, ModelShape, Workload, splits_tokens
 from smp.mesh import Mesh
-from smp.models.experts import expert_modules, fp32_routers
+from smp.models.experts import expert_modules, fp32_routers, multiplies_all
 from smp.models.meta_model import meta_model
 from smp.optim.config import OptimConfig
 from smp.parallel.experts import balance
@@ -65,13 +67,48 @@ def experts_forward(
     return (out * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
+def _forward_of_llama4(block: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute Llama 4's block with the experts of each token, whose input is scaled, and not their output.
+
+    Its own forward multiplies every token with all experts, scaled by zero for those that are not chosen.
+    """
+    hidden = hidden.reshape(-1, block.hidden_dim)
+    scores, logits = block.router(hidden)
+    index = torch.ops.smp.chosen_experts(scores.topk(block.top_k, dim=1).indices)
+    rows = (hidden.unsqueeze(1) * scores.gather(1, index).unsqueeze(-1)).view(-1, block.hidden_dim)
+    out = block.experts(rows, index.view(-1, 1), torch.ones_like(rows[:, :1]))
+    return block.shared_expert(hidden) + out.view(len(hidden), block.top_k, -1).sum(1), logits
+
+
+def _gate_of_llama4(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
+    gate, up = hidden.chunk(2, dim=-1)
+    return up * experts.act_fn(gate)
+
+
+def _send_chosen(block: Any) -> None:
+    """Let a block of Llama 4 compute the chosen experts alone."""
+    vars(block.experts).update(has_gate=True, has_bias=False, is_transposed=True)
+    for module, name, function in (
+        (block, "forward", _forward_of_llama4),
+        (block.experts, "forward", experts_forward),
+        (block.experts, "_apply_gate", _gate_of_llama4),
+    ):
+        setattr(module, name, types.MethodType(function, module))
+
+
 def problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return why experts cannot be split, or balanced as asked for."""
     degree, found = setup.mesh.degree("ep"), balance.problems(hf_config, setup)
+    model, kind, config = meta_model(hf_config).model, hf_config.model_type, setup.settings[Config]
+    modules: list[Any] = [module for _, module in expert_modules(model)]
+    if any(map(multiplies_all, modules)) and (config.method != "none" or config.adds_loss):
+        found.append(
+            f"{config.adds_loss or f'--moe_load_balancing {config.method}'}: a router of type {kind!r} "
+            f"does not say what it has chosen: leave it out"
+        )
     asked = getattr(hf_config, "_experts_implementation_internal", None)
     if asked in _REFUSED:
         found.append(f"experts_implementation {asked} is not for training: leave it out")
-    model, kind = meta_model(hf_config).model, hf_config.model_type
     if setup.settings[OptimConfig].param_dtype == "bf16" and fp32_routers(model):
         found.append(
             f"--param_dtype bf16: a model of type {kind!r} has routers in fp32, as in transformers: leave it out"
@@ -84,7 +121,6 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
             f"{flag} with tensor parallelism needs --sequence_parallel 1, under which its ranks have different tokens: "
             f"set it, or leave {flag.split()[0]} out"
         )
-    modules: list[Any] = [module for _, module in expert_modules(model)]
     counts = sorted({module.down_proj.shape[0] for module in modules})
     if not modules:
         return [*found, f"{flag}: a model of type {kind!r} has no experts that can be split: leave it out"]
@@ -105,18 +141,27 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     return Traffic([Sent("all_to_all", rows, "ep", times)])
 
 
-def apply(model: nn.Module, setup: Setup, *, take: bool = False) -> None:
-    """Let the experts compute by smp's function, and give each rank of the axis its own; with ``take`` rank 0's."""
-    modules: list[Any] = [module for _, module in expert_modules(model)]
-    if not modules or hasattr(model, _APPLIED):
-        return
-    setattr(model, _APPLIED, True)
+def compute_here(model: nn.Module, found: Iterable[tuple[str, Any]]) -> None:
+    """Let experts, by path, compute by smp's function."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    for module in modules:
-        module.config._experts_implementation_internal = NAME
-    balance.follow(model, expert_modules(model), setup)
+    for path, module in found:
+        if multiplies_all(module):
+            _send_chosen(model.get_submodule(path.rpartition(".")[0]))
+        else:
+            module.config._experts_implementation_internal = NAME
+
+
+def apply(model: nn.Module, setup: Setup, *, take: bool = False) -> None:
+    """Let the experts compute by smp's function, and give each rank of the axis its own; with ``take`` rank 0's."""
+    found = expert_modules(model)
+    modules: list[Any] = [module for _, module in found]
+    if not modules or hasattr(model, _APPLIED):
+        return
+    setattr(model, _APPLIED, True)
+    compute_here(model, found)
+    balance.follow(model, found, setup)
     if setup.mesh.degree("ep") == 1:
         return
     over = setup.mesh.view("ep")["ep"]
