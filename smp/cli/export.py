@@ -236,7 +236,7 @@ def _write(
                 parameters_of(checkpoint.path, dataclasses.replace(manifest, tensors=own), hf_config)
             parameters, read_merged = adapter.merged(hf_config, base, read)
         else:
-            parameters, added = adapter.alone()
+            parameters, added = adapter.alone(hf_config)
         generation = generation_dir_of(*model_dirs(manifest), directory_of(base))
         _check_named(generation, pretrained_files(None, generation), checkpoint, options.base)
         weights = base or next(iter(_paths(manifest, _WEIGHTS)), None)

@@ -28,10 +28,16 @@ class PartNames(FileNames):
     Attributes:
         whole: of all parameters of the larger model.
         inside: the names there of the text model's begin with one of these.
+        forward: from names of the text model to those of the larger one.
+        back: the other way round.
+        beside: last parts of the names of modules that are not of the text model.
     """
 
     whole: FileNames = dataclasses.field(default_factory=FileNames)
     inside: tuple[str, ...] = ()
+    forward: tuple[Rename, ...] = ()
+    back: tuple[Rename, ...] = ()
+    beside: frozenset[str] = frozenset()
 
     @property
     def has_passed(self) -> bool:
@@ -41,6 +47,12 @@ class PartNames(FileNames):
     def passes(self, file_key: str) -> bool:
         """Return True for what is not of the text model; an export has it as the files have it."""
         return not self.whole.module_key(file_key).startswith(self.inside)
+
+    def in_whole(self, name: str) -> str:
+        """Return the name in the larger model of a module or parameter of the text model."""
+        for rename in self.forward:
+            name = rename(name)
+        return name
 
     def ignored(self, file_key: str) -> bool:
         """Return True for a key that is skipped where the text model has no such parameter."""
@@ -67,6 +79,7 @@ def text_config(where: object, whole: Any) -> Any:
             f"part ({getattr(found, 'model_type', 'none')!r}), which is what is trained here: give another model"
         )
     found.tie_word_embeddings = whole.tie_word_embeddings  # which the larger model's word decides
+    found._name_or_path = whole._name_or_path
     if found.dtype is None:
         found.dtype = whole.dtype
     return found
@@ -133,6 +146,8 @@ def _names(content: str) -> tuple[PartNames, str]:
     made = PartNames(
         to_module=(*names.to_module, *back), to_file=(*forward, *names.to_file), unused=names.unused,
         conversions=family.file_names.conversions, problem=family.file_names.problem, whole=names, inside=inside,
+        forward=tuple(forward), back=tuple(back),
+        beside=frozenset(n.rpartition(".")[2] for n, _ in whole.named_modules() if not f"{n}.".startswith(inside)),
     )  # fmt: skip
     return made, text.model_type
 

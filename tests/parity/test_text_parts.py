@@ -20,6 +20,7 @@ from smp.pretrained import load_pretrained_
 from tests import wholes
 from tests.job import losses, run_job
 
+peft = pytest.importorskip("peft")
 IDS = torch.randint(0, 90, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
@@ -123,3 +124,31 @@ def _loss(model) -> float:
     with torch.no_grad():
         logits = model.eval()(input_ids=IDS, use_cache=False).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten()).item()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_an_adapter_of_the_text_model_is_loaded_by_peft_on_the_larger_one_and_again(tmp_path, kind):
+    directory = wholes.save_whole(kind, tmp_path / "whole")
+    rows = [json.dumps({"input_ids": row}) + "\n" for row in IDS.repeat(2, 1).tolist()]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.jsonl").write_text("".join(rows))
+    job = [
+        "--hf_pretrained_model_name_or_dir", directory, "--training_dir", tmp_path / "data", "--max_context_width", 12,
+        "--max_steps", 2, "--train_batch_size", 2, "--lr", 0.05, "--save_final_model", 1,
+    ]  # fmt: skip
+    lora = [*job, "--lora_rank", 2, "--save_merged_model"]
+    run_job(*lora, 0, "--checkpoint_freq", 2, "--output_dir", tmp_path / "run", world_size=2).succeeded()
+    run_job(*lora, 1, "--output_dir", tmp_path / "merged").succeeded()
+    whole = AutoModelForImageTextToText.from_pretrained(directory)
+    adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "run/final")
+    assert not [name for name, _ in adapted.named_parameters() if "lora_" in name and "vis" in name]
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged/final")
+    torch.testing.assert_close(_logits(adapted), _logits(merged), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(_logits(AutoModelForImageTextToText.from_pretrained(directory)), _logits(merged))
+    assert (
+        smp.cli.main(["export", str(tmp_path / "run/checkpoints/latest"), str(tmp_path / "again"), "--no-merge"]) == 0
+    )
+    first, second = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("run/final", "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    run_job(*job, "--adapter_path", tmp_path / "run/final", "--output_dir", tmp_path / "more").succeeded()
+    assert losses(tmp_path / "more")[0] == pytest.approx(_loss(merged), rel=1e-4)
