@@ -63,15 +63,6 @@ def experts_forward(
     return (out * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
-def compute_here(modules: Iterable[Any]) -> None:
-    """Let experts compute by smp's function."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    for module in modules:
-        module.config._experts_implementation_internal = NAME
-
-
 def problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return why experts cannot be split, or balanced as asked for."""
     degree, found = setup.mesh.degree("ep"), balance.problems(hf_config, setup)
@@ -105,6 +96,15 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     rows = work.tokens(mesh) * shape.sent * work.compute_bytes // (mesh.tp.size if splits_tokens(mesh, work) else 1)
     times = 2 if work.forward_only else 6 if work.recomputation == FULL else 4  # selective keeps them
     return Traffic([Sent("all_to_all", rows, "ep", times)])
+
+
+def compute_here(modules: Iterable[Any]) -> None:
+    """Let experts compute by smp's function."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    for module in modules:
+        module.config._experts_implementation_internal = NAME
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
