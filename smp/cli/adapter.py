@@ -19,6 +19,7 @@ from smp.cli.output import shown
 from smp.errors import UserError
 from smp.json_input import strict_json
 from smp.models.added import AddedParameter, Apart
+from smp.models.experts import is_experts
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
 from smp.models.weight_files import ADAPTER_CONFIG, directory_of, weight_map
@@ -115,7 +116,7 @@ class SavedAdapter:
             names, weight, dim = tuple(Adapter.own), getattr(layer, "weight", None), 2
             if is_factor(own):
                 names, dim = factor_names(parameter_of(own)), 3
-                weight = layer and layer._parameters.get(parameter_of(own))
+                weight = layer._parameters.get(parameter_of(own)) if is_experts(layer) else None
             a, b = (self.factors.get(f"{path}.{factor}") for factor in names)
             if a is None or b is None or weight is None or weight.dim() != dim:
                 raise self._misfit(name)

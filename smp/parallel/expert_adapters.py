@@ -7,6 +7,7 @@ the experts splits and shards them. peft's files have them joined to two matrice
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -82,8 +83,8 @@ def target_parameters(model: nn.Module, config: Config) -> dict[str, list[str]]:
     """Return the parameters of experts that get adapters, by the path of their module.
 
     Raises:
-        UserError: a target is the end of no name of experts' matrices, or of another parameter's, too; or there is
-            dropout.
+        UserError: a target is the end of no name of experts' matrices, or of another parameter's, too; there is
+            dropout; or the experts are trained as they are.
     """
     targets, source = config.lora_target_parameters, "--lora_target_parameters"
     if config.adapter_path is not None:
@@ -106,6 +107,13 @@ def target_parameters(model: nn.Module, config: Config) -> dict[str, list[str]]:
     for path, _, name in (name.rpartition(".") for name in known):
         if any(f".{path}.{name}".endswith(f".{target}") for target in targets):
             found.setdefault(path, []).append(name)
+    for path in found:
+        around = list(itertools.accumulate(path.split("."), "{}.{}".format))
+        if saved := [name for name in config.lora_modules_to_save if any(each.endswith(name) for each in around)]:
+            raise UserError(
+                f"{source} has parameters of {path}, which --lora_modules_to_save {saved[0]} trains as they are: leave "
+                f"one of them out"
+            )
     return found
 
 
@@ -147,7 +155,7 @@ class ExpertAdapter:
         if self.left_out:
             return product
         a, b = (local_tensor(getattr(module, name)) for name in self._names)
-        return product + multiply(multiply(rows, a, counts), b, counts) * self.scale
+        return product + multiply(multiply(rows, a, counts) * self.scale, b, counts)
 
 
 def apply(model: nn.Module, config: Config) -> None:

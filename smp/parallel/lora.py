@@ -228,7 +228,7 @@ def adapt(
     *,
     alpha: float = 16.0,
     target_modules: Sequence[str] | str | None = None,
-    target_parameters: Sequence[str] = (),
+    target_parameters: Sequence[str] | str = (),
     use_rslora: bool = False,
     dropout: float = 0.0,
     quantize: Literal["nf4"] | None = None,
@@ -274,12 +274,13 @@ def adapt(
     if target_modules is None:
         target_modules = ALL_LINEAR
     targets = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
-    targets = targets or (NO_LAYERS,) * bool(target_parameters)
+    parameter_targets = (target_parameters,) if isinstance(target_parameters, str) else tuple(target_parameters)
+    targets = targets or (NO_LAYERS,) * bool(parameter_targets)
     config = Config(
         qlora=quantize == "nf4",
         lora_rank=rank, lora_alpha=alpha, lora_target_modules=targets, lora_use_rslora=use_rslora,
         lora_dropout=dropout, lora_train_tokens=tuple(map(str, train_tokens)),
-        lora_modules_to_save=tuple(modules_to_save), lora_target_parameters=tuple(target_parameters),
+        lora_modules_to_save=tuple(modules_to_save), lora_target_parameters=parameter_targets,
         adapter_path=None if adapter_path is None else os.fspath(adapter_path),
     )  # fmt: skip
     family, settings = family_of(hf_config), Settings((config,))

@@ -181,10 +181,11 @@ def test_adapters_of_experts_alone_are_read_by_peft(targets, tmp_path):
         assert relative(model(input_ids=batch).logits - base, base) <= 1e-6
 
 
-def test_factors_of_any_rank_are_multiplied_in_fp32():
+@pytest.mark.parametrize("rank", [3, 4])
+def test_factors_of_any_rank_are_multiplied_in_fp32(rank):
     """Of 3 rows they are none that grouped_mm takes."""
     torch.manual_seed(5)
-    rows, weight = torch.randn(9, 32), torch.randn(4, 3, 32)
+    rows, weight = torch.randn(9, 32), torch.randn(4, rank, 32)
     found = multiply(rows, weight, [2, 0, 3, 4])
     assert (
         relative(found - torch.cat([rows[:2] @ weight[0].T, rows[2:5] @ weight[2].T, rows[5:] @ weight[3].T]), found)
@@ -197,6 +198,7 @@ def test_factors_of_any_rank_are_multiplied_in_fp32():
     ("glm4_moe", {"target_parameters": ["gate.weight"]}, "is the end of model.layers.1.mlp.gate.weight, no"),
     ("gpt_oss", {"target_parameters": ["down_proj_bias"]}, "no matrices of experts; there are experts.down"),
     ("mixtral", {"target_parameters": ["down_proj"], "dropout": 0.1}, "adapters of experts have none, as in peft"),
+    ("mixtral", {"target_parameters": "down_proj", "modules_to_save": ["mlp"]}, "save mlp trains as they are"),
     (None, {"target_parameters": ["down_proj.weight"]}, "the model has no experts in one parameter: leave it out"),
 ])  # fmt: skip
 def test_what_gets_no_adapter_is_refused(kind, changes, sentence):
