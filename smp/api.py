@@ -27,6 +27,7 @@ from smp.faults.agreement import require_same_weights
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.added import LOADED, leave_out_frozen, remember_files
 from smp.models.registry import build_model, family_of
+from smp.models.text_part import is_whole, text_config
 from smp.parallel import context, experts
 from smp.parallel.activation_checkpoint import checkpointed_blocks, leave_out_cache
 from smp.parallel.context.batch import shard_batch
@@ -367,7 +368,8 @@ def meta_init(config: Any, *, attn_implementation: str | None = None) -> nn.Modu
     """Build a Hugging Face causal language model on the meta device: no memory for parameters, buffers are real.
 
     Args:
-        config: Hugging Face's, such as a ``LlamaConfig``; it is copied.
+        config: Hugging Face's, such as a ``LlamaConfig``; it is copied. Of a larger model, such as one of vision and
+            language, the text model is built.
         attn_implementation: as ``from_pretrained``'s; None: sdpa, or eager for a model that cannot have it.
 
     Returns:
@@ -378,6 +380,8 @@ def meta_init(config: Any, *, attn_implementation: str | None = None) -> nn.Modu
     """
     if not hasattr(config, "model_type"):
         raise UserError(f"smp.meta_init takes a config, got {config!r}: give AutoConfig.from_pretrained(directory)")
+    if is_whole(type(config), config.to_dict()):
+        config = text_config("the config", config)
     return build_on_meta(functools.partial(build_model, config, attn_implementation=attn_implementation))
 
 

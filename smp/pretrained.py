@@ -19,8 +19,10 @@ from smp.local_shards import local_part
 from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
 from smp.models.file_keys import FileKey, Slices, one_tensor
-from smp.models.file_names import buffers_of, parameters_of
+from smp.models.file_names import FileNames, buffers_of, parameters_of
 from smp.models.registry import family_of
+from smp.models.stored_weights import open_weights
+from smp.models.text_part import names_in
 from smp.models.weight_files import INDEX, find_weights, weight_map
 
 logger = logging.getLogger(__name__)
@@ -44,33 +46,33 @@ def _some(names: Iterable[str]) -> str:
 
 def _equal(first: Entry, second: Entry) -> bool:
     """Return True if two tensors of the files hold the same values; in bounded memory."""
-    from safetensors import safe_open
-
-    with safe_open(first[1], framework="pt") as one, safe_open(second[1], framework="pt") as other:
+    with open_weights(first[1]) as one, open_weights(second[1]) as other:
         a, b = one.get_slice(first[0].key), other.get_slice(second[0].key)
         if a.get_shape() != b.get_shape():
             return False
         return all(torch.equal(a[row : row + _ROWS], b[row : row + _ROWS]) for row in range(0, a.get_shape()[0], _ROWS))
 
 
-def _expected(family: Family, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[_Box]]:
+def _expected(names: FileNames, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[_Box]]:
     """Return what the tensors of the files are, by the names that their keys are read as."""
     found: dict[str, list[_Box]] = {}
     for name, shape in shapes.items():
-        for row in family.file_names.module_keys(name, shape):
+        for row in names.module_keys(name, shape):
             found.setdefault(row.key, []).append((name, row))
     for name, shape in shapes.items():  # some files have as one tensor what others have in pieces
         found.setdefault(name, [(name, one_tensor(name, shape))])
     return found
 
 
-def _owners(key: str, family: Family, expected: Mapping[str, list[_Box]]) -> list[_Box]:
+def _owners(key: str, names: FileNames, base: str, expected: Mapping[str, list[_Box]]) -> list[_Box]:
     """Return what a key of the files is; files of a model without its head leave out where that is."""
-    name = family.file_names.module_key(key)
-    return expected.get(name) or expected.get(f"{family.base}.{name}", [])
+    name = names.module_key(key)
+    return expected.get(name) or expected.get(f"{base}.{name}", [])
 
 
-def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]) -> tuple[_Plan, list[str]]:
+def _match_keys(
+    model: nn.Module, family: Family, in_files: FileNames, files: dict[str, pathlib.Path]
+) -> tuple[_Plan, list[str]]:
     """Find the keys of parameters and buffers. A tied one may be in the files once or, with the same values, twice."""
     parameters, added = parameters_of(model, remove_duplicate=False), added_parameters(model)
     canonical = {id(parameter): name for name, parameter in parameters_of(model).items()}
@@ -78,20 +80,20 @@ def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]
     tensors = {name: parameters[name] for name in names} | dict(buffers_of(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: how.shape for name, how in encoded_parameters(model).items()}
-    expected, problems, unexpected = _expected(family, shapes), [], []
+    expected, problems, unexpected = _expected(in_files, shapes), [], []
     plan: dict[str, dict[FileKey, Entry]] = {}
     for key, file in files.items():
-        owners = _owners(key, family, expected)
+        owners = _owners(key, in_files, family.base, expected)
         for owner, row in owners:
             entry = row._replace(key=key), file
             twin = plan.setdefault(names.get(owner, owner), {}).setdefault(row._replace(key=""), entry)
             if twin != entry and not _equal(twin, entry):
                 problems.append(f"{twin[0].key} and {key} differ, but the model ties them: use --tie_word_embeddings 0")
-        if not owners and not family.file_names.ignored(key):
+        if not owners and not in_files.ignored(key):
             unexpected.append(key)
     missing: dict[str, str] = {}  # by key in the files
     for name in dict.fromkeys(names.get(name, name) for name in shapes):
-        rows, found = family.file_names.keys(name, shapes[name]), plan.get(name, {})
+        rows, found = in_files.keys(name, shapes[name]), plan.get(name, {})
         if one_tensor("", shapes[name]) not in found:
             missing |= {row.key: name for row in rows if row._replace(key="") not in found}
         elif len(found) > 1:
@@ -108,14 +110,12 @@ def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], plan: _Plan) -> list[str]:
     """Compare shapes and dtypes from the files' headers; logs a conversion."""
-    from safetensors import safe_open
-
     shapes, dtypes, conversions = [], [], set()
     boxes = sorted(
         ((file, name, row) for name, entries in plan.items() for row, file in entries), key=operator.itemgetter(0)
     )
     for file, in_file in itertools.groupby(boxes, operator.itemgetter(0)):
-        with safe_open(file, framework="pt") as content:
+        with open_weights(file) as content:
             for _, name, row in in_file:
                 header = content.get_slice(row.key)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
@@ -142,17 +142,20 @@ def base_dtypes(tensors: Mapping[str, torch.Tensor], hf_config: Any, weights: pa
         tensors: parameters and saved buffers by name; those that neither says are left out.
         weights: they may not be there any more.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     family, usual = family_of(hf_config), getattr(hf_config, "dtype", None)
-    expected = _expected(family, {name: tensor.shape for name, tensor in tensors.items()})
+    names = names_in(weights, family)
+    expected = _expected(names, {name: tensor.shape for name, tensor in tensors.items()})
     found = dict.fromkeys(tensors, usual) if isinstance(usual, torch.dtype) else {}
     with contextlib.suppress(UserError, OSError, SafetensorError):
         for file in sorted(set(weight_map(weights).values())):
-            with safe_open(file, framework="pt") as content:
+            with open_weights(file) as content:
                 for key in content.keys():  # noqa: SIM118
-                    if (dtype := content.get_slice(key).get_dtype()) in _DTYPES:
-                        found |= dict.fromkeys((owner for owner, _ in _owners(key, family, expected)), _DTYPES[dtype])
+                    stored = content.get_slice(key)
+                    if (dtype := stored.get_dtype()) in _DTYPES and not stored.is_decoded:
+                        owners = _owners(key, names, family.base, expected)
+                        found |= dict.fromkeys((owner for owner, _ in owners), _DTYPES[dtype])
     return found
 
 
@@ -166,10 +169,11 @@ def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> 
         UserError: as :func:`load_pretrained_`.
     """
     family = family_of(hf_config)
-    family.file_names.check(weights, "train from initial values")
+    names = names_in(weights, family)
+    names.check(weights, "train from initial values")
     if (file := find_weights(weights)).name != INDEX and weights.is_dir() and (weights / INDEX).exists():
         logger.warning("%s is read, and not %s beside it, as transformers does: delete the older one", file, INDEX)
-    plan, problems = _match_keys(model, family, weight_map(weights))
+    plan, problems = _match_keys(model, family, names, weight_map(weights))
     tensors = {**parameters_of(model), **dict(buffers_of(model))}
     tensors |= {n: torch.empty(how.shape, device="meta") for n, how in encoded_parameters(model).items()}
     problems += _check_tensors(tensors, plan)
@@ -180,17 +184,16 @@ def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> 
 
 def read_rows(weights: pathlib.Path, family: Family, name: str, rows: Sequence[int]) -> torch.Tensor | None:
     """Return rows of a matrix in the files, ``(rows, columns)``, by its name in the model; None: they have none."""
+    names = names_in(weights, family)
     for key, file in weight_map(weights).items():
-        found = family.file_names.module_key(key)
+        found = names.module_key(key)
         if name in (found, f"{family.base}.{found}"):
             return _rows(key, file, rows)
     return None
 
 
 def _rows(key: str, file: pathlib.Path, rows: Sequence[int]) -> torch.Tensor:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as content:
+    with open_weights(file) as content:
         matrix = content.get_slice(key)
         return torch.cat([matrix[row : row + 1] for row in rows])
 
@@ -201,10 +204,8 @@ def read_tensor(entries: Sequence[Entry]) -> torch.Tensor:
     Args:
         entries: of the parameter, as :func:`find_tensors` returns them.
     """
-    from safetensors import safe_open
-
     row, file = entries[0]
-    with safe_open(file, framework="pt") as content:
+    with open_weights(file) as content:
         if len(entries) == 1 and row == one_tensor(row.key, row.shape):
             return content.get_tensor(row.key)
         dtype = _DTYPES[content.get_slice(row.key).get_dtype()]
@@ -230,13 +231,11 @@ def read_box(entries: Sequence[Entry], box: Slices, dtype: torch.dtype) -> torch
 
 def _fill(local: torch.Tensor, offsets: tuple[int, ...], entries: Sequence[Entry]) -> None:
     """Read a shard of a parameter, and no more: a file is opened once for all that the shard has of it."""
-    from safetensors import safe_open
-
     overlaps = ((file, row, row.overlap(offsets, local.shape)) for row, file in entries)
     wanted = [(file, row, both) for file, row, both in overlaps if both is not None]
     for file in dict.fromkeys(file for file, *_ in wanted):
         # Opened for each parameter: what was read of a mapped file counts as this process's memory until it is closed.
-        with safe_open(file, framework="pt") as content:
+        with open_weights(file) as content:
             for _, row, (inside, source) in (each for each in wanted if each[0] == file):
                 local[inside].copy_(row.in_order(content.get_slice(row.key)[source]))
 

@@ -47,6 +47,7 @@ SHOWN_BY_JOBS = {
         "test_biases_have_the_same_bits_at_every_layout": "moe_bias_update_rate",
         "test_losses_are_those_of_the_formulas_at_two_ranks": "moe_aux_loss_coeff moe_load_balancing moe_z_loss_coeff",
     },
+    "parity/test_text_parts.py": {"test_a_job_trains_the_text_model_and_writes_the_larger_one": "export_text_only"},
     "parity/test_finetune.py": {
         "test_first_loss_is_hugging_faces_own": "hf_pretrained_model_name_or_dir",
         "test_the_seeds_spellings": (

@@ -72,6 +72,11 @@ class CheckpointConfig(Section):
         only=(None, "fp32", "bf16"),
         otherwise="it is the dtype of the final model's files, fp32 or bf16; --bf16 1 computes in bfloat16",
     )
+    export_text_only: bool = setting(
+        False,
+        "Of a text model that was finetuned from a directory of a larger one, such as a vision-language model, write "
+        "the text model alone. Default: the larger model, with all else as it was.",
+    )
     model_dir: str | None = setting(
         None, "Directory or URL where --save_final_model 1 writes to. Default: <output_dir>/final."
     )
@@ -120,6 +125,10 @@ class CheckpointConfig(Section):
             )
         if self.model_dir is not None and not self.save_final_model:
             found.append("--model_dir needs --save_final_model 1: set it, or leave the directory out")
+        if self.export_text_only and not self.save_final_model:
+            found.append(
+                "--export_text_only is of the final model and needs --save_final_model 1: set it, or leave it out"
+            )
         if self.dtype is not None and not self.save_final_model:
             found.append(
                 "--dtype is of the final model's files and needs --save_final_model 1: set it, or leave it out "

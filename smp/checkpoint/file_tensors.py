@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from smp.checkpoint.safetensors_io import DTYPES
 from smp.errors import UserError
 from smp.models.file_keys import FileKey
 from smp.models.file_names import FileNames
+from smp.models.stored_weights import open_weights
 from smp.models.weight_files import weight_map
 
 Dtype = torch.dtype | Mapping[str, torch.dtype] | None
@@ -77,12 +77,26 @@ def passed_tensors(weights: Path, names: FileNames) -> list[FileTensor]:
     found = []
     for key, file in weight_map(weights).items():
         if names.passes(key):
-            with safe_open(file, framework="pt") as content:
-                shape, dtype = tuple(content.get_slice(key).get_shape()), content.get_slice(key).get_dtype()
+            with open_weights(file) as content:
+                stored_as = content.get_slice(key)
+                shape, dtype = tuple(stored_as.get_shape()), "BF16" if stored_as.is_decoded else stored_as.get_dtype()
             if dtype not in DTYPES:
                 raise UserError(f"{file}: {key} is of {dtype}: convert it to one of {', '.join(DTYPES)}")
             found.append(FileTensor(key, shape, DTYPES[dtype], [], file))
     return found
+
+
+def with_passed(tensors: Iterable[FileTensor], weights: Path, names: FileNames) -> list[FileTensor]:
+    """Return the tensors of an export with those of pretrained files that it has as they are.
+
+    The former under the keys of those files, which may be of an older form than transformers writes.
+
+    Raises:
+        UserError: as :func:`passed_tensors`.
+    """
+    keys = {names.module_key(key): key for key in weight_map(weights) if not names.passes(key)}
+    own = [each._replace(key=keys.get(names.module_key(each.key), each.key)) for each in tensors]
+    return [*own, *passed_tensors(weights, names)]
 
 
 def in_files(tensors: Iterable[FileTensor], max_shard_bytes: int) -> dict[str, list[FileTensor]]:
@@ -107,8 +121,8 @@ def value_of(tensor: FileTensor, read: Read) -> torch.Tensor:
         read: returns all of a parameter by name.
     """
     if tensor.file is not None:
-        with safe_open(tensor.file, framework="pt") as content:
-            return content.get_tensor(tensor.key)
+        with open_weights(tensor.file) as content:
+            return content.get_tensor(tensor.key).to(tensor.dtype)
     boxes = ((row, row.of_parameter(read(name).detach()).to("cpu", tensor.dtype)) for name, row in tensor.rows)
     if len(tensor.rows) == 1:
         return next(boxes)[1].contiguous()

@@ -11,7 +11,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,9 @@ from smp.checkpoint.file_tensors import (
     Read,
     file_tensors,
     in_files,
-    passed_tensors,
     stored,
     value_of,
+    with_passed,
 )
 from smp.checkpoint.outputs import MARKER, beside, marker_of, marker_text, refuse_foreign_files, refuse_inputs
 from smp.checkpoint.safetensors_io import Piece, reason, sync, write_tensors
@@ -43,12 +43,14 @@ from smp.models.added import (
     trained_parameters,
 )
 from smp.models.family import Family
-from smp.models.file_names import buffers_of, parameters_of
+from smp.models.file_names import FileNames, buffers_of, parameters_of
 from smp.models.registry import family_of
+from smp.models.text_part import as_whole, content_of_whole, names_by, passed_beside
 from smp.parallel.refusals import require_model
 from smp.parallel.sharding import reshard
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # By the values of --dtype.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -82,6 +84,16 @@ def _on_main(action: Callable[[], object]) -> None:
     if failure[0] is not None:
         kind, text = failure[0]
         raise kind(f"exporting the model failed: {text}") from cause
+
+
+def _of_main(action: Callable[[], T]) -> T:
+    """Return what ``action`` returns on rank 0; if it fails, every rank raises."""
+    found: list[Any] = [None]
+    _on_main(lambda: found.append(action()))
+    if dist.is_initialized():
+        dist.broadcast_object_list(said := found[-1:], src=0)
+        return said[0]
+    return found[-1]
 
 
 def _claim(directory: pathlib.Path) -> None:
@@ -123,6 +135,7 @@ def _write_configs(
     dtype: torch.dtype,
     with_model: bool,
     copied: Mapping[str, pathlib.Path],
+    whole: dict[str, Any] | None,
 ) -> None:
     from transformers import GenerationConfig
 
@@ -130,7 +143,10 @@ def _write_configs(
     config.architectures = [family.architecture]
     config.dtype = dtype
     config.use_cache = True  # off in training only
-    if with_model:  # an adapter's directory has none: from_pretrained would take it for a model's
+    if with_model and whole is not None:
+        text = json.dumps(as_whole(whole, config), indent=2)
+        (partial / "config.json").write_text(text + "\n", encoding="utf-8")
+    elif with_model:  # an adapter's directory has none: from_pretrained would take it for a model's
         config.save_pretrained(partial)
     plain = GenerationConfig.from_model_config(config)
     generation = copy.deepcopy(generation) or plain
@@ -171,7 +187,7 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
 def _planned(
     parameters: Mapping[str, torch.Tensor],
     added: Mapping[str, AddedParameter],
-    family: Family,
+    names: FileNames,
     *,
     dtype: Dtype,
     weights: pathlib.Path | str | None,
@@ -179,18 +195,13 @@ def _planned(
 ) -> tuple[dict[str, list[FileTensor]], dict[str, list[FileTensor]]]:
     """Return the tensors of the model by file, and those of files beside it; collective."""
     beside_it = {name: each.apart for name, each in added.items() if each.apart is not None}
-    own = file_tensors({n: t for n, t in parameters.items() if n not in beside_it}, family.file_names, dtype)
+    own = file_tensors({n: t for n, t in parameters.items() if n not in beside_it}, names, dtype)
     apart: dict[str, list[FileTensor]] = {}
     for name, each in beside_it.items():
         apart.setdefault(each.file, []).extend(file_tensors({name: parameters[name]}, each.names, dtype))
-    if own and weights is not None and family.file_names.passed:
+    if own and weights is not None and names.has_passed:
         # Ranks that do not see the files plan the same ones.
-        passed: list[FileTensor] = []
-        _on_main(lambda: passed.extend(passed_tensors(pathlib.Path(weights), family.file_names)))
-        if dist.is_initialized():
-            dist.broadcast_object_list(said := [passed], src=0)
-            passed = said[0]
-        own += passed
+        own = _of_main(lambda: with_passed(own, pathlib.Path(weights), names))
     return in_files(own, max_shard_bytes), apart
 
 
@@ -257,6 +268,24 @@ def _publish(partial: pathlib.Path, directory: pathlib.Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _tied_as_weights(hf_config: Any, family: Family, parameters: Mapping[str, torch.Tensor]) -> Any:
+    """Return the config, without a tie that the weights do not have: from_pretrained would tie what differs."""
+    untied = {f"{family.embedding}.weight", f"{family.head}.weight"} <= parameters.keys()
+    if untied and getattr(hf_config, "tie_word_embeddings", False):
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.tie_word_embeddings = False
+    return hf_config
+
+
+def _whole_of(weights: pathlib.Path | str | None) -> tuple[dict[str, Any] | None, dict[str, pathlib.Path]]:
+    """Return the config.json of the larger model that weights are of, and the files beside it; None: there is none."""
+    if weights is None:
+        return None, {}
+    path = pathlib.Path(weights)
+    whole = _of_main(lambda: content_of_whole(path))
+    return whole, {} if whole is None else _of_main(lambda: passed_beside(path))
+
+
 @torch.no_grad()
 def export_hf(
     model: nn.Module | Mapping[str, torch.Tensor],
@@ -271,6 +300,7 @@ def export_hf(
     max_shard_bytes: int = 5 * 2**30,
     dtype: Dtype = None,
     weights: pathlib.Path | str | None = None,
+    text_only: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a directory that ``from_pretrained`` loads: safetensors, configs, tokenizer. All ranks call it.
@@ -292,8 +322,10 @@ def export_hf(
         chat_template: text of the template that the model was trained with, if it is not the tokenizer's own.
         max_shard_bytes: largest file, as long as one parameter fits; also the most that rank 0 keeps in CPU memory.
         dtype: dtype of the files, of all or by parameter's name; None: the parameters'.
-        weights: pretrained weights, whose tensors that the family passes through are copied; None: those that
-            ``smp.load_pretrained`` has loaded.
+        weights: pretrained weights, whose tensors that the family passes through are copied; of a larger model with
+            this text model, such as one of vision and language, all others with its config and files: the directory is
+            one of the larger model. None: those that ``smp.load_pretrained`` has loaded.
+        text_only: write the text model alone.
         progress: called before each parameter and each file.
 
     Raises:
@@ -321,13 +353,12 @@ def export_hf(
         weights = files_of(model).get(LOADED) if weights is None else weights
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
     partial, family = beside(directory, "partial"), family_of(hf_config)
-    family.file_names.check(directory, "have transformers' save_pretrained write it")
-    files, apart = _planned(parameters, added, family, dtype=dtype, weights=weights, max_shard_bytes=max_shard_bytes)
+    whole, beside_weights = _whole_of(None if text_only else weights)
+    names = names_by(whole, family, weights)
+    names.check(directory, "have transformers' save_pretrained write it")
+    files, apart = _planned(parameters, added, names, dtype=dtype, weights=weights, max_shard_bytes=max_shard_bytes)
     main_dtype = stored(*next(iter(parameters.items())), dtype)
-    untied = {f"{family.embedding}.weight", f"{family.head}.weight"} <= parameters.keys()
-    if untied and getattr(hf_config, "tie_word_embeddings", False):
-        hf_config = copy.deepcopy(hf_config)
-        hf_config.tie_word_embeddings = False  # as the weights are: from_pretrained would tie what differs
+    hf_config = _tied_as_weights(hf_config, family, parameters)
 
     with contextlib.ExitStack() as stack:
 
@@ -339,10 +370,10 @@ def export_hf(
             refuse_inputs(directory, inputs)
             _claim(directory)
             generation = getattr(model, "generation_config", None)
-            copied = pretrained_files(tokenizer_dir, generation_dir)
+            copied = (beside_weights if files else {}) | pretrained_files(tokenizer_dir, generation_dir)
             _write_configs(
                 partial, hf_config, family,
-                generation=generation, dtype=main_dtype, with_model=bool(files), copied=copied,
+                generation=generation, dtype=main_dtype, with_model=bool(files), copied=copied, whole=whole,
             )  # fmt: skip
             for texts in files_apart(added.values()).values():
                 for name, text in texts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
 from smp.models.weight_files import ADAPTER_CONFIG, directory_of, weight_map
 from smp.parallel.adapter_config import WEIGHTS, saved_settings
-from smp.parallel.adapter_files import NAMES
+from smp.parallel.adapter_files import names_beside
 from smp.parallel.expert_adapters import factor_names, in_files, is_factor, parameter_of
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora import Adapter, Config, linear_layers
@@ -68,9 +69,10 @@ class SavedAdapter:
         """Dtype that the factors are trained in."""
         return next(iter(self.factors.values())).dtype
 
-    def alone(self) -> tuple[dict[str, torch.Tensor], dict[str, AddedParameter]]:
-        """Return the factors on the meta device, and where they are exported to."""
-        names = in_files(NAMES, filter(is_factor, self.factors))
+    def alone(self, hf_config: Any) -> tuple[dict[str, torch.Tensor], dict[str, AddedParameter]]:
+        """Return the factors on the meta device, and where they are exported to, given the base model's config."""
+        base = json.loads(self.config).get("base_model_name_or_path")
+        names = in_files(names_beside(base, family_of(hf_config)), filter(is_factor, self.factors))
         apart = Apart(WEIGHTS, {ADAPTER_CONFIG: self.config}, names)
         exported, added = {**self.factors, **self.modules}, {}
         for name, entry in exported.items():

@@ -32,6 +32,7 @@ from smp.errors import UserError
 from smp.models.checked_config import checked_config
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
+from smp.models.text_part import names_in
 from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of, weight_map
 from smp.pretrained import base_dtypes
 from smp.units import readable, scaled
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat_template", metavar="FILE", help="chat template to add, as the job's flag; default: the run's"
     )
+    parser.add_argument("--text_only", action="store_true", help="write no more than the text model of a larger one")
     parser.add_argument(
         "--merge",
         action=argparse.BooleanOptionalAction,
@@ -234,11 +236,11 @@ def _write(
                 parameters_of(checkpoint.path, dataclasses.replace(manifest, tensors=own), hf_config)
             parameters, read_merged = adapter.merged(hf_config, base, read)
         else:
-            parameters, added = adapter.alone()
+            parameters, added = adapter.alone(hf_config)
         generation = generation_dir_of(*model_dirs(manifest), directory_of(base))
         _check_named(generation, pretrained_files(None, generation), checkpoint, options.base)
         weights = base or next(iter(_paths(manifest, _WEIGHTS)), None)
-        if weights is not None and family_of(hf_config).file_names.passed:
+        if weights is not None and names_in(weights, family_of(hf_config)).has_passed:
             _check_named(directory_of(weights), weight_map(weights), checkpoint, options.base)
         export_hf(
             parameters,
@@ -252,6 +254,7 @@ def _write(
             max_shard_bytes=parse_size(options.max_shard_size),
             dtype=_dtype_of_files(options, hf_config, parameters if added is None else {}, weights),
             weights=weights,
+            text_only=options.text_only,
         )
 
 

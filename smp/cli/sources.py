@@ -12,6 +12,7 @@ from smp.errors import UserError
 from smp.json_input import read_object
 from smp.models.checked_config import config_from
 from smp.models.registry import family_of
+from smp.models.text_part import names_in
 from smp.models.weight_files import ADAPTER_CONFIG, weight_map
 from smp.parallel.adapter_config import WEIGHTS
 from smp.parallel.adapter_files import NAMES
@@ -50,10 +51,13 @@ class ModelTensors:
             keys = weight_map(directory / WEIGHTS)
             names, prefix = {key: NAMES.module_key(key) for key in keys}, "model."
         else:
+            if "quantization_config" in content and not as_stored:
+                raise UserError(f"{path} is of quantized weights, which are not compared: give an export of the model")
             family = family_of(config_from(path, content))
-            family.file_names.check(directory, "give a checkpoint", names_alone=not as_stored)
-            keys = {key: file for key, file in weight_map(directory).items() if not family.file_names.ignored(key)}
-            names = {key: family.file_names.module_key(key) for key in keys}
+            in_files = names_in(directory, family)
+            in_files.check(directory, "give a checkpoint", names_alone=not as_stored)
+            keys = {key: file for key, file in weight_map(directory).items() if not in_files.ignored(key)}
+            names = {key: in_files.module_key(key) for key in keys}
             # Files of the model without its head leave out its name there.
             with_head = any(name.startswith(f"{family.base}.") for name in names.values())
             prefix = "model." if with_head else f"model.{family.base}."

@@ -97,7 +97,10 @@ def open_conversations(
     )  # fmt: skip
     identity = digest_of(form.name, *form.key, [file.identity for file in files])
     origins = [file.url for file in files]
-    packed = PackedSamples(stores, sequence_length, identity, choice, what=what, origins=origins, pairs=pairs)
+    packed = PackedSamples(
+        stores, sequence_length, identity, choice, what=what, origins=origins, pairs=pairs,
+        pack=config.pack is not False,
+    )  # fmt: skip
     if config.show_masks and not validation and read_launch().rank == 0:
         show(packed, words, config.show_masks)
     return packed

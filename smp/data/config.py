@@ -10,7 +10,7 @@ from smp.config import AUTO, Section, setting
 Split = Literal["train", "validation"]
 TrainOn = Literal["auto", "assistant", "completion", "all", "last"]
 Overlong = Literal["cut", "drop", "refuse"]
-OF_CHAT = ("train_on", "chat_template", "overlong", "show_masks", "max_samples")
+OF_CHAT = ("train_on", "chat_template", "overlong", "pack", "show_masks", "max_samples")
 NO_DATA = "no training data: set --training_dir or --dataset_name, or --use_synthetic_data 1 for random tokens"
 
 
@@ -34,6 +34,11 @@ class DataConfig(Section):
         "tokenizer's.",
     )
     overlong: Overlong = setting("cut", "Conversations longer than --max_context_width: cut them there, drop, refuse.")
+    pack: bool | None = setting(
+        None,
+        "Conversations: several in a sequence, which do not see each other. 0: one each, padded. Default: 1, and 0 "
+        "for a model that does not keep them apart.",
+    )
     show_masks: int = setting(0, "Print so many conversations at the start, with what is trained on marked.", minimum=0)
     max_samples: int | None = setting(None, "Train on the first so many conversations only.", minimum=2)
     validation_split: float = setting(
@@ -93,8 +98,8 @@ class DataConfig(Section):
 
     @property
     def keeps_apart(self) -> bool:
-        """Return whether packed documents are masked from each other, as conversations always are."""
-        return self.document_mask or self.is_chat
+        """Return whether packed documents are masked from each other, as packed conversations always are."""
+        return self.pack is not False if self.is_chat else self.document_mask
 
     @property
     def is_chat(self) -> bool:

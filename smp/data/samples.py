@@ -72,12 +72,13 @@ class HeldOut(RowSource):
 
 
 class PackedSamples(RowSource):
-    """Samples packed by best fit, without those of which no token is trained on.
+    """Samples packed by best fit, or one in each sequence, without those of which no token is trained on.
 
     Args:
         stores: the samples, one a row, or a pair two.
         origins: of each of ``stores`` its file, for messages.
         pairs: two consecutive rows are a sample, and stay in one sequence.
+        pack: several samples are in a sequence; else one is in each.
 
     Attributes:
         numbers: of the samples that are taken, in the data's order.
@@ -98,8 +99,9 @@ class PackedSamples(RowSource):
         what: str,
         origins: Sequence[str],
         pairs: bool = False,
+        pack: bool = True,
     ):
-        self._stores = stores
+        self._stores, self._pack = stores, pack
         self.names = ("pair {}, chosen", "pair {}, rejected") if pairs else ("conversation {}",)
         each = len(self.names)
         self._first = np.cumsum([0, *((len(store.offsets) - 1) // each for store in stores)])  # sample of each store
@@ -127,9 +129,12 @@ class PackedSamples(RowSource):
             )
         self.numbers = chosen
         self._uncut = chosen[self._lengths[chosen] == lengths[chosen]]
-        members, self._offsets = best_fit(self._lengths[chosen], sequence_length)
+        one_each = np.arange(len(chosen)), np.arange(len(chosen) + 1)
+        members, offsets = best_fit(self._lengths[chosen], sequence_length) if pack else one_each
+        self._offsets: np.ndarray = offsets
         self._members = chosen[members]
-        self.fingerprint = digest_of(fingerprint, sequence_length, dataclasses.astuple(choice))
+        alone = () if pack else ("one each",)
+        self.fingerprint = digest_of(fingerprint, sequence_length, dataclasses.astuple(choice), *alone)
         self.digest = digest_of(*(store.digest for store in stores))
         tokens, count = int(self._lengths[chosen].sum()), len(self)
         cut = f", {len(long)} {'cut' if choice.overlong == 'cut' else 'left out'} as too long" if len(long) else ""
@@ -177,7 +182,7 @@ class PackedSamples(RowSource):
         members = self._members[self._offsets[index] : self._offsets[index + 1]]
         parts = [self.sample(sample) for sample in members.tolist()]
         tokens, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return Row(tokens, None, labels, self._documents[members].ravel())
+        return Row(tokens, None, labels, self._documents[members].ravel() if self._pack else None)
 
     def sample(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids (n,) and labels (n,) of a sample by its number in the data."""

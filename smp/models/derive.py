@@ -117,7 +117,7 @@ def without_values(model: nn.Module) -> Iterator[None]:
             module.rope_type = kind
 
 
-def _trace(model: nn.Module, watched: dict[str, nn.Module], ids: torch.Tensor) -> list[Call]:
+def _trace(model: nn.Module, watched: dict[str, nn.Module], **inputs: torch.Tensor) -> list[Call]:
     """Run a forward on the meta device; returns the calls of the watched modules, in order."""
     calls: list[Call] = []
     hooks = [
@@ -129,7 +129,7 @@ def _trace(model: nn.Module, watched: dict[str, nn.Module], ids: torch.Tensor) -
     ]
     try:
         with torch.enable_grad(), torch.device("meta"), without_values(model):
-            model(input_ids=ids, use_cache=False)
+            model(**inputs, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -143,13 +143,14 @@ def trace(model: nn.Module, watched: dict[str, nn.Module], hf_config: Any) -> li
         UserError: it does not run there.
     """
     ids = torch.zeros(2, 6, dtype=torch.long, device="meta")
-    try:
-        return _trace(model, watched, ids)
-    except Exception:  # of any type: code of any model
-        pass
+    # Attention that chooses tokens by itself reads its mask, which transformers takes as it is where it has four axes.
+    mask = torch.zeros(2, 1, *ids.shape[1:] * 2, device="meta")
+    for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
+        with contextlib.suppress(Exception):  # of any type: code of any model
+            return _trace(model, watched, **inputs)
     try:
         with without_masks(model):
-            return _trace(model, watched, ids)
+            return _trace(model, watched, input_ids=ids)
     except Exception as error:
         why = f"its forward cannot be followed without values ({one_line(error, 200)})"
         raise _refusal(hf_config, why) from error

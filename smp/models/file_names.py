@@ -117,6 +117,11 @@ class FileNames:
         """Return True for a key that is skipped where the model has no such parameter."""
         return any(re.search(pattern, file_key) for pattern in (*self.unused, *self.passed))
 
+    @property
+    def has_passed(self) -> bool:
+        """Whether files may have keys that an export has as they are."""
+        return bool(self.passed)
+
     def passes(self, file_key: str) -> bool:
         """Return True for a key that an export has as the files have it."""
         return any(re.search(pattern, file_key) for pattern in self.passed)

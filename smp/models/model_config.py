@@ -20,6 +20,7 @@ from smp.models.family import COMMON_DEFAULTS, Family
 from smp.models.hf_values import apply_settings, differences, new_config, rebuilt, set_positions, value_problems
 from smp.models.meta_model import meta_model
 from smp.models.registry import FAMILIES, MODEL_TYPES, family_of
+from smp.models.text_part import names_in
 from smp.models.weight_files import directory_of, generation_dir_of, refuse_adapter, tokenizer_dir_of, weight_map
 
 logger = logging.getLogger(__name__)
@@ -340,7 +341,7 @@ def resolve_model(config: ModelConfig, *, here: bool = True) -> ResolvedModel:
         found.append(f"--model_type {config.model_type} contradicts {source.name}, a {family.name} model: leave it out")
     if weights is not None:
         try:
-            family.file_names.check(weights, "train from initial values, with --model")
+            names_in(weights, family).check(weights, "train from initial values, with --model")
             weight_map(weights)
         except UserError as error:
             found.append(str(error))

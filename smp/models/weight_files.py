@@ -10,6 +10,7 @@ from typing import Any
 
 from smp.errors import UserError
 from smp.json_input import read_object, strict_json
+from smp.models.stored_weights import tensor_names
 
 _MAX_HEADER = 100_000_000  # safetensors' own bound
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -116,7 +117,9 @@ def _keys_of(file: pathlib.Path) -> list[str]:
 
 
 def weight_map(path: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Map each key in the checkpoint to its safetensors file; only headers are read.
+    """Map each tensor in the checkpoint to its safetensors file; only headers are read.
+
+    Quantised ones by the names of what they stand for, as :func:`smp.models.stored_weights.open_weights` reads them.
 
     Args:
         path: as for :func:`find_weights`.
@@ -126,7 +129,7 @@ def weight_map(path: pathlib.Path) -> dict[str, pathlib.Path]:
     """
     path = find_weights(path)
     if path.suffix == ".safetensors":
-        return dict.fromkeys(_keys_of(path), path)
+        return dict.fromkeys(tensor_names(_keys_of(path)).values(), path)
     try:
         entries = read_object(path)["weight_map"]
         files = {name: path.parent / name for name in sorted(set(entries.values()))}
@@ -153,7 +156,7 @@ def weight_map(path: pathlib.Path) -> dict[str, pathlib.Path]:
             raise UserError(f"{path} names {key} in {name}, but no shard has it: copy the shards again")
         if found[key].name != name:
             raise UserError(f"{path} names {key} in {name}, but {found[key].name} has it: copy index and shards again")
-    return found
+    return {name: found[key] for key, name in tensor_names(found).items()}
 
 
 def directory_of(weights: pathlib.Path | None) -> pathlib.Path | None:

@@ -10,6 +10,8 @@ from torch import nn
 
 from smp.errors import UserError
 from smp.json_input import read_object, strict_json
+from smp.models.file_names import FileNames
+from smp.models.text_part import PartNames
 from smp.models.weight_files import ADAPTER_CONFIG
 
 WEIGHTS = "adapter_model.safetensors"
@@ -154,8 +156,16 @@ def _targets(file: pathlib.Path, value: Any, parameters: tuple[str, ...]) -> tup
     return tuple(sorted(value))
 
 
-def target_names(model: nn.Module, paths: Collection[str]) -> list[str]:
-    """Return ``target_modules`` that match these layers alone: the last part of a path, or all where others have it."""
+def target_names(model: nn.Module, paths: Collection[str], names: FileNames) -> list[str]:
+    """Return ``target_modules`` that match these layers alone: the last part of a path, or all where others have it.
+
+    Args:
+        names: of the base model's files; of a larger model they are its modules' names.
+    """
     last = {path: path.rpartition(".")[2] for path in paths}
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in last}
-    return sorted({path if name in others else name for path, name in last.items()})
+    full = dict(zip(last, last, strict=True))
+    if isinstance(names, PartNames):
+        others |= names.beside
+        full = {path: names.in_whole(path) for path in last}
+    return sorted({full[path] if name in others else name for path, name in last.items()})

@@ -17,9 +17,11 @@ from smp.config import Settings
 from smp.delayed_init import values_rule
 from smp.errors import UserError
 from smp.models.added import AddedParameter
+from smp.models.family import Family
 from smp.models.file_names import FileNames, Rename
 from smp.models.init_rules import InitRule
 from smp.models.model_config import ModelConfig
+from smp.models.text_part import PartNames, names_in
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel.adapter_config import WEIGHTS, target_names
 from smp.parallel.linear import is_transposed
@@ -40,6 +42,22 @@ NAMES = FileNames(
         Rename(rf"\.{ROWS}$", f".{_ROWS_KEY}"),
     ),
 )
+
+
+def base_of(model: nn.Module, settings: Settings) -> str | None:
+    """Return the directory of the base model, if one is named; whoever reads it later may be in another one."""
+    hf_config: Any = model.config
+    base = settings[ModelConfig].hf_pretrained_model_name_or_dir or getattr(hf_config, "_name_or_path", None)
+    return os.path.abspath(base) if base and os.path.isdir(base) else base or None
+
+
+def names_beside(base: str | None, family: Family) -> FileNames:
+    """Return the names in the files of an adapter, given the directory of its base model, which may be a larger one."""
+    part = names_in(pathlib.Path(base), family) if base and os.path.isdir(base) else family.file_names
+    if not isinstance(part, PartNames):
+        return NAMES
+    prefix, *others = NAMES.to_module
+    return FileNames(to_module=(prefix, *part.back, *others), to_file=(*part.forward, *NAMES.to_file))
 
 
 class GivenAdapter:
@@ -99,7 +117,12 @@ class GivenAdapter:
 
 
 def config_text(
-    model: nn.Module, config: Config, settings: Settings, layers: Mapping[str, nn.Module], beside: Mapping[str, Any]
+    model: nn.Module,
+    family: Family,
+    config: Config,
+    settings: Settings,
+    layers: Mapping[str, nn.Module],
+    beside: Mapping[str, Any],
 ) -> str:
     """Return ``adapter_config.json``.
 
@@ -107,15 +130,13 @@ def config_text(
         layers: that have adapters, by path.
         beside: the fields of what is trained besides them.
     """
-    hf_config: Any = model.config
-    base = settings[ModelConfig].hf_pretrained_model_name_or_dir or getattr(hf_config, "_name_or_path", None)
-    if base and os.path.isdir(base):  # whoever reads the file may be in another directory
-        base = os.path.abspath(base)
+    base = base_of(model, settings)
+    names = names_in(pathlib.Path(base), family) if base and os.path.isdir(base) else family.file_names
     return json.dumps(
         {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank, "lora_alpha": config.lora_alpha,
             "lora_dropout": config.lora_dropout, "use_rslora": config.lora_use_rslora, "bias": "none",
-            "target_modules": target_names(model, layers), "base_model_name_or_path": base or None,
+            "target_modules": target_names(model, layers, names), "base_model_name_or_path": base,
             **({"target_parameters": list(config.lora_target_parameters)} if config.lora_target_parameters else {}),
             "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True, **beside,
         },

@@ -82,25 +82,34 @@ def no_documents(why: str, instead: str = "") -> UserError:
 
 
 def check_documents(hf_config: Any, length: int = 0) -> None:
-    """Check by a forward on the meta device that a model's masks follow from positions that restart.
+    """Check that a model keeps packed documents apart.
 
     Args:
         length: of a row: rotary embeddings with two sets of factors take one of them by the longest document.
 
     Raises:
-        UserError: they do not.
+        UserError: it does not.
+    """
+    if found := mixes_documents(hf_config, length):
+        raise no_documents(*found)
+
+
+def mixes_documents(hf_config: Any, length: int = 0) -> tuple[str] | tuple[str, str] | None:
+    """Return why a model does not keep packed documents apart, and perhaps another way; None: it does.
+
+    A forward on the meta device tells whether its masks follow from positions that restart.
     """
     for rope in ropes_of(getattr(hf_config, "rope_parameters", None)):
         if rope.get("rope_type") == "dynamic":
-            raise no_documents("its rotary embedding (dynamic) goes by the longest document of a micro-batch")
+            return ("its rotary embedding (dynamic) goes by the longest document of a micro-batch",)
         if rope.get("rope_type") == "longrope" and length > (most := rope["original_max_position_embeddings"]):
             longer = f"beyond {most} tokens its rotary embedding is another for all of a micro-batch"
-            raise no_documents(longer, f"--max_context_width {most}, or ")
+            return longer, f"--max_context_width {most}, or "
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
         ids, positions = (torch.zeros(2, 6, dtype=torch.long) for _ in range(2))
     if why := mixes_tokens(model):
-        raise no_documents(why)
+        return (why,)
     asked: list[bool] = []
 
     def find(position_ids: torch.Tensor) -> torch.Tensor:
@@ -110,9 +119,8 @@ def check_documents(hf_config: Any, length: int = 0) -> None:
     try:
         with torch.no_grad(), torch.device("meta"), told(find), without_values(model):
             model(input_ids=ids, position_ids=positions, use_cache=False)
-    except TypeError as error:
-        raise no_documents("its forward takes no positions") from error
+    except TypeError:
+        return ("its forward takes no positions",)
     except RuntimeError as error:
-        raise no_documents(f"its forward cannot be followed without values: {error}") from error
-    if not asked or not all(asked):
-        raise no_documents("its masks do not depend on positions")
+        return (f"its forward cannot be followed without values: {error}",)
+    return None if asked and all(asked) else ("its masks do not depend on positions",)

@@ -33,7 +33,7 @@ from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel import expert_adapters, nf4, trained_beside
 from smp.parallel.adapter import Adapter
 from smp.parallel.adapter_config import ALL_LINEAR, NO_LAYERS, WEIGHTS, other_base
-from smp.parallel.adapter_files import NAMES, GivenAdapter, config_text
+from smp.parallel.adapter_files import GivenAdapter, base_of, config_text, names_beside
 from smp.parallel.linear import is_transposed, product_of, replace_product
 from smp.parallel.lora_config import Config
 from smp.parallel.refusals import require_model
@@ -134,7 +134,8 @@ def _matching(layers: Mapping[str, nn.Module], config: Config) -> dict[str, nn.M
 
 
 def _matches(path: str, target: str) -> bool:
-    return path == target or path.endswith(f".{target}")
+    # An adapter of a larger model names layers as they are called there: below another prefix.
+    return path == target or path.endswith(f".{target}") or target.endswith(f".{path.partition('.')[2]}")
 
 
 def has_dropout(settings: Settings) -> bool:
@@ -166,8 +167,9 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
     if not config.lora_rank:
         return Parameters()
     layers, beside = target_layers(model, family, config), trained_beside.fields(model, family, config)
-    names = expert_adapters.in_files(NAMES, expert_adapters.names_of_factors(model, config))
-    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: config_text(model, config, settings, layers, beside)}, names)
+    names = names_beside(base_of(model, settings), family)
+    names = expert_adapters.in_files(names, expert_adapters.names_of_factors(model, config))
+    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: config_text(model, family, config, settings, layers, beside)}, names)
     added = [*_factors(layers, config, apart), *expert_adapters.factors(model, config, apart)]
     if config.adapter_path is not None:
         given = GivenAdapter(config)

@@ -15,7 +15,7 @@ from smp.models.added import AddedParameter, Apart
 from smp.models.family import Family
 from smp.models.init_rules import InitRule
 from smp.parallel.adapter_config import WEIGHTS, token_indices
-from smp.parallel.adapter_files import NAMES, GivenAdapter
+from smp.parallel.adapter_files import GivenAdapter, base_of, names_beside
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora_config import Config
 from smp.parallel.technique import Parameters, Setup
@@ -136,7 +136,8 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
     """Return the rows, with the values of the matrix that they are of, and the modules' parameters; or as given."""
     config = settings[Config].with_adapter()
     rows, modules = token_layers(model, family, config), saved_modules(model, family, config)
-    found = Parameters(list(_rows(model, rows)), trained=list(_of_modules(modules)))
+    apart = Apart(WEIGHTS, names=names_beside(base_of(model, settings), family))
+    found = Parameters(list(_rows(model, rows, apart)), trained=list(_of_modules(modules, apart)))
     if config.adapter_path is None:
         return found
     given = GivenAdapter(config)
@@ -147,19 +148,19 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
     return Parameters(added, trained=trained)
 
 
-def _rows(model: nn.Module, layers: Mapping[str, tuple[int, ...]]) -> Iterator[AddedParameter]:
+def _rows(model: nn.Module, layers: Mapping[str, tuple[int, ...]], apart: Apart) -> Iterator[AddedParameter]:
     for path, ids in layers.items():
         weight: Any = model.get_submodule(path).weight
         initial = InitRule(rows_of=(f"{path}.weight", ids))
         shape = (len(ids), weight.shape[1])
-        yield AddedParameter(path, ROWS, shape, initial, Apart(WEIGHTS, names=NAMES))
+        yield AddedParameter(path, ROWS, shape, initial, apart)
 
 
-def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[AddedParameter]:
+def _of_modules(modules: Mapping[str, nn.Module], apart: Apart) -> Iterator[AddedParameter]:
     names = {f"{path}.{name}": tuple(p.shape) for path, m in modules.items() for name, p in m.named_parameters()}
     for path, shape in names.items():
         module, _, name = path.rpartition(".")
-        yield AddedParameter(module, name, shape, apart=Apart(WEIGHTS, names=NAMES))
+        yield AddedParameter(module, name, shape, apart=apart)
 
 
 def apply(model: nn.Module, setup: Setup) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from smp.checkpoint.storage import Storage
 from smp.config import ParallelConfig, Section
+from smp.data.config import DataConfig
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.data.template import given_template
 from smp.errors import ConfigError, Problems
@@ -19,7 +20,7 @@ from smp.mesh import Mesh, choose_strategy, resolve_mesh
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.optim import optimizers
 from smp.parallel.choices import Choice
-from smp.parallel.documents import check_documents
+from smp.parallel.documents import check_documents, mixes_documents
 from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit
 from smp.runtime import Launch, allocator_variable, choose_backend
 from smp.train.adapters import chosen_tokens
@@ -118,7 +119,10 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
     if model is None:
         attempt(_lay_out, config, launch)
         raise ConfigError(problems)
+    if (alone := None if config.preference.dpo else _why_one_each(config.data, model)) is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, pack=False))
     job = make_job(config, launch, device, model, problems)
+    job.choices.extend([Choice("pack", False, alone)] if alone else [])
     misfits = find_problems(model.hf_config, job.setup)
     if config.data.evaluate_only:
         attempt(optimizers.entry_named, config.optim.optimizer)
@@ -169,6 +173,12 @@ def _lay_out(config: TrainConfig, launch: Launch) -> Mesh:
     return resolve_mesh(
         config.parallel, world_size=launch.world_size, local_world_size=launch.local_world_size, rank=launch.rank
     )
+
+
+def _why_one_each(data: DataConfig, model: ResolvedModel) -> str | None:
+    """Return why conversations are one in a sequence where nothing else is said; None: several are, or none is read."""
+    found = mixes_documents(model.hf_config, model.sequence_length) if data.is_chat and data.pack is None else None
+    return found and f"the model does not keep packed conversations apart: {found[0]}"
 
 
 def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:

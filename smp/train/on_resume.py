@@ -48,7 +48,7 @@ _ON_RESUME = {
         model model_type initializer_range max_context_width attn_implementation finetune pretrained_model_name
         finetune_checkpoint_load_dir pretrained_checkpoint_file hf_pretrained_model_name_or_dir moe num_experts_per_tok
         num_local_experts moe_load_balancing moe_aux_loss_coeff moe_z_loss_coeff moe_bias_update_rate
-        global_token_shuffle train_on chat_template overlong max_samples
+        global_token_shuffle train_on chat_template overlong pack max_samples
         validation_split dataset_name dataset_config_name dataset_split use_synthetic_data synthetic_samples
         training_dir test_dir zipped_data tokenizer_name_or_dir text_document_separator shuffle_data document_mask seed
         deterministic stochastic_rounding weight_decay beta1 beta2 adam_eps muon_momentum muon_nesterov muon_adjust_lr
@@ -62,8 +62,8 @@ _ON_RESUME = {
         validation_freq validation_batches val_batch_size fast_validation evaluate_only preserve_np_state output_dir
         same_seed framework dry_run dry_run_world_size plan gc_freq profile_nsys checkpoint_freq checkpoint_overhead
         num_kept_checkpoints keep_best checkpoint_dir checkpoint_type verify_checkpoint read_back on_save_error
-        resume_from_checkpoint checkpoint_cache_dir reset_progress save_final_model dtype model_dir logging_freq
-        logging_freq_for_avg log_reduced_training_loss tensorboard_dir report_to project run_name
+        resume_from_checkpoint checkpoint_cache_dir reset_progress save_final_model dtype model_dir export_text_only
+        logging_freq logging_freq_for_avg log_reduced_training_loss tensorboard_dir report_to project run_name
         enable_memory_profiling memory_profiling_all_ranks memory_snapshot comm_report nccl_test_log sharding_strategy
         hybrid_shard_degree tensor_parallel_degree sequence_parallel tp_save_gathered tp_overlap
         context_parallel_degree expert_parallel_degree use_smp_implementation cp_comm_type cp_load_balance

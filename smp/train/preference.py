@@ -71,6 +71,8 @@ class Config(Section):
             found.append(f"--dpo 1 reads pairs, not --dataset_type {data.dataset_type}: set --dataset_type chat")
         elif data.train_on not in ("auto", "completion"):
             found.append(f"--dpo 1 compares complete answers, not --train_on {data.train_on}: leave that out")
+        elif data.pack is False:
+            found.append("--dpo 1 packs the two answers of a pair into a sequence, and --pack 0 does not: leave it out")
         return found + self.misfits_of_loss(loss, model, adapters)
 
     def misfits_of_loss(self, loss: LossConfig, model: ModelConfig, adapters: lora.Config) -> list[str]:

@@ -29,6 +29,7 @@ from smp.log import get_logger
 from smp.memory.tracker import MemoryTracker, memory_stats
 from smp.models.added import is_frozen
 from smp.models.file_names import buffers_of, parameters_of
+from smp.models.text_part import content_of_whole
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.optim.optimizers import MixedOptimizer
 from smp.parallel import lora
@@ -294,10 +295,13 @@ def finish(trainer: Trainer, status: int) -> None:
             generation_dir=job.model.generation_dir,
             chat_template=job.chat_template,
             weights=job.model.weights,
+            text_only=settings.export_text_only,
             progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
         is_adapter = (final / ADAPTER_CONFIG).exists()
         loads = "peft's PeftModel" if is_adapter else "AutoModelForCausalLM"
+        if not is_adapter and not settings.export_text_only and content_of_whole(job.model.weights) is not None:
+            loads = "AutoModelForImageTextToText"
         logger.info("Final %s: %s (%s.from_pretrained loads it).", "adapter" if is_adapter else "model", final, loads)
         if merged and job.settings[lora.Config].save_merged_model is None:
             logger.info(

@@ -9,9 +9,11 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from smp.checkpoint.directory import find_checkpoints
+from smp.data.config import DataConfig
+from smp.data.data_pipeline import BatchShape, open_samples
 from tests.job import assert_resumes, losses, run_job
 from tests.reference import VOCABULARY, build_reference
 
@@ -116,3 +118,40 @@ def load_parameters(model, path) -> None:
 
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+
+
+def test_conversations_of_a_hybrid_model_are_one_in_a_sequence(tmp_path):
+    config = CONFIG_MAPPING["qwen3_5_text"](
+        vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"], max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    reference.save_pretrained(tmp_path / "pretrained")
+    turns = [{"role": "user", "content": "Who was it?"}, {"role": "assistant", "content": "Emma, she said."}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": turns * n}) + "\n" for n in (1, 2, 1, 3)))
+    data = {
+        "dataset_type": "chat", "training_dir": str(tmp_path / "a.jsonl"), "data_cache_dir": str(tmp_path / "cache"),
+        "tokenizer_name_or_dir": str(SAMPLE_TOKENIZER),
+        "chat_template": str(SAMPLE_TOKENIZER.parent / "chat_template.jinja"),
+    }  # fmt: skip
+    job = [word for name, value in data.items() for word in (f"--{name}", value)]
+    job += ["--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--max_context_width", 64]
+    job += ["--output_dir", tmp_path / "run", "--train_batch_size", 2, "--max_steps", 1]
+    outcome = run_job(*job, world_size=2).succeeded()
+    assert "the model does not keep packed conversations apart: it has linear_attention layers" in outcome.output
+    batch = BatchShape(
+        sequence_length=64, vocab_size=2048, global_batch_size=4, micro_batch_size=2, data_rank=0, data_size=1, seed=0
+    )
+    source = open_samples(DataConfig(**data), split="train", batch=batch)
+    total, count = 0.0, 0
+    for sample in range(4):
+        ids, labels = (torch.from_numpy(column.astype("int64"))[None] for column in source.sample(sample))
+        with torch.no_grad():
+            logits = reference(ids, use_cache=False).logits[0, :-1]
+        total += F.cross_entropy(logits, labels[0, 1:], reduction="sum").item()
+        count += int((labels[0, 1:] != -100).sum())
+    assert losses(tmp_path / "run") == pytest.approx([total / count], rel=1e-5)
+    outcome = run_job(*job, "--pack", 1, world_size=1)
+    assert outcome.statuses == [2] and "does not keep packed documents apart" in outcome.output

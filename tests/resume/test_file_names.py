@@ -244,8 +244,11 @@ BAD = {
     "no type": ({}, r"names no model_type: add the one"),
     "list as type": ({"model_type": ["gpt2"]}, r"is not supported"),
     "vision": ({"model_type": "vit"}, r"'vit' is not supported: it is no causal language model"),
-    "parts": ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, r"several parts, of which text_c"),
-    "parts by default": ({"model_type": "gemma3"}, r"several parts, of which text_config"),
+    "parts": (
+        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
+        r"num_hidden_layers must be an int",
+    ),
+    "parts by default": ({"model_type": "qwen3_vl"}, r"no causal language model for its text part \('qwen3_vl_text'\)"),
     "own width": ({"model_type": "gpt2", "n_embd": 2**40}, r"n_embd must be an integer from 1 to 1048576"),
     "own layers": ({"model_type": "gpt2", "n_layer": 10**9}, r"n_layer must be an integer from 1 to 10000"),
     "text": ({"model_type": "gpt2", "n_head": "4"}, r"n_head must be an integer"),

@@ -28,7 +28,7 @@ TEXT = ["--dataset_type", "text", "--training_dir", SAMPLE]
 TURNS = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Emma."}]
 
 
-@check("train_on", "chat_template", "overlong", "show_masks", "max_samples", "validation_split")
+@check("train_on", "chat_template", "overlong", "pack", "show_masks", "max_samples", "validation_split")
 def test_conversations(tmp_path, capfd):
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"messages": TURNS * (number + 1)}) + "\n" for number in range(4)))
@@ -46,6 +46,10 @@ def test_conversations(tmp_path, capfd):
     assert trained("--train_on", "last") == [first] * 4 and trained("--train_on", "all")[0] > first
     assert trained("--max_samples", 2) == [first, second]
     assert len(trained("--overlong", "drop", "--max_context_width", 40)) < 4 == len(trained("--max_context_width", 40))
+    (row,) = plan_of(["--overlong", "cut"], tmp_path, data=data).train_data._microbatches.source.rows(np.arange(1))
+    alone = plan_of(["--pack", 0], tmp_path, data=data).train_data._microbatches
+    assert len(row.documents) > 1 and len(alone.source) == 4 and alone.source.rows(np.arange(1))[0].documents is None
+    assert alone.collate(alone.source.rows(np.arange(4))).keys() == {"input_ids", "targets"}
     held_out = plan_of(["--validation_split", 0.25, "--validation_freq", 1], tmp_path, data=data)
     assert [len(each._microbatches.source.numbers) for each in (held_out.train_data, held_out.validation_data)] == [
         3,

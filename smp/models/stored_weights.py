@@ -1,0 +1,217 @@
+"""Tensors of pretrained files by slices; those stored in fp8 or mxfp4 as the values that they stand for.
+
+Sources: the scales of fp8 are those of DeepSeek-V3's files (blocks of ``weight_block_size``) and of compressed-tensors
+(a tensor or a channel); mxfp4 is the OCP Microscaling Formats specification 1.0 in gpt-oss's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.json_input import read_object
+
+Slices = tuple[slice, ...]
+
+METHODS = ("fp8", "mxfp4", "compressed-tensors", "fbgemm_fp8")  # of a quantization_config, that may be read
+FORMATS = ("float-quantized", "naive-quantized")  # of compressed-tensors
+_SCALES = ("_scale_inv", "_scale")  # behind the name of a tensor in fp8
+_UNREAD = (".input_scale", ".activation_scale", ".weight_shape")  # beside such a tensor
+_BLOCKS, _OF_BLOCKS = "_blocks", "_scales"  # of a tensor in mxfp4
+_FP8 = {"F8_E4M3", "F8_E5M2"}
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_GROUP = 32  # values of mxfp4 with one scale
+
+
+def tensor_names(keys: Iterable[str]) -> dict[str, str]:
+    """Return the names of tensors by the keys that have their values; scales are left out."""
+    known = {*keys}
+    found = {}
+    for key in keys:
+        base = next((key.removesuffix(end) for end in _SCALES if key.endswith(end)), None)
+        of_unread = next((key.removesuffix(end) for end in _UNREAD if key.endswith(end)), None)
+        if base in known or (of_unread is not None and f"{of_unread}.weight" in known):
+            continue
+        if key.endswith(_OF_BLOCKS) and key.removesuffix(_OF_BLOCKS) + _BLOCKS in known:
+            continue
+        is_blocks = key.endswith(_BLOCKS) and key.removesuffix(_BLOCKS) + _OF_BLOCKS in known
+        found[key] = key.removesuffix(_BLOCKS) if is_blocks else key
+    return found
+
+
+class StoredTensor:
+    """A tensor of an open file; ``get_shape``, ``get_dtype`` and indexing are those of safetensors' slices.
+
+    Attributes:
+        is_decoded: it is stored in fp8 or mxfp4; what is read is fp32.
+    """
+
+    is_decoded = False
+
+    def __init__(self, stored: Any):
+        self._stored = stored
+
+    def get_shape(self) -> list[int]:
+        """Return its shape."""
+        return self._stored.get_shape()
+
+    def get_dtype(self) -> str:
+        """Return its dtype, as safetensors names it."""
+        return self._stored.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._stored[index]
+
+
+class _Decoded(StoredTensor):
+    is_decoded = True
+
+    def get_dtype(self) -> str:
+        """Return that of the values."""
+        return "F32"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        given = index if isinstance(index, tuple) else (index,)
+        shape = self.get_shape()
+        full = [*given, *(slice(None) for _ in shape[len(given) :])]
+        return self._read(tuple(slice(*each.indices(size)[:2]) for each, size in zip(full, shape, strict=True)))
+
+    def _read(self, index: Slices) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Fp8(_Decoded):
+    """Values in fp8, and a scale of each block of a matrix."""
+
+    def __init__(self, stored: Any, scales: torch.Tensor, blocks: tuple[int, int] | None):
+        super().__init__(stored)
+        self._scales, shape = _as_fp32(scales), stored.get_shape()
+        if self._scales.dim() < 2:  # of the tensor, or of each row
+            self._scales = self._scales.reshape(-1, 1) if len(shape) < 3 else self._scales.reshape(-1, 1, 1)
+        sizes = zip(shape[-2:], self._scales.shape[-2:], blocks or (None, None), strict=True)
+        self._blocks = [_block(size, count, asked) for size, count, asked in sizes]
+
+    def _read(self, index: Slices) -> torch.Tensor:
+        values, scales = self._stored[index].to(torch.float32), self._scales
+        for axis, each in enumerate(index[:-2]):  # of experts
+            scales = scales[(slice(None),) * axis + (each,)] if scales.shape[axis] > 1 else scales
+        for axis, each, block in zip((-2, -1), index[-2:], self._blocks, strict=True):
+            scales = scales.index_select(axis, torch.arange(each.start, each.stop) // block)
+        return values * scales
+
+
+class _Mxfp4(_Decoded):
+    """Pairs of fp4 in bytes ``(experts, rows, groups, 16)`` and exponents; the matrices are transposed."""
+
+    def __init__(self, stored: Any, exponents: Any):
+        super().__init__(stored)
+        self._exponents = exponents
+
+    def get_shape(self) -> list[int]:
+        """Return its shape, ``(experts, 32 x groups, rows)``."""
+        *first, rows, groups, _ = self._stored.get_shape()
+        return [*first, groups * _GROUP, rows]
+
+    def _read(self, index: Slices) -> torch.Tensor:
+        *first, columns, rows = index
+        groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
+        stored = (*first, rows, groups)
+        values, exponents = self._stored[stored], self._exponents[stored].to(torch.int32) - 127
+        table = torch.tensor(_FP4)
+        pairs = torch.stack([table[(values & 0xF).int()], table[(values >> 4).int()]], -1).flatten(-2)
+        full = torch.ldexp(pairs, exponents.unsqueeze(-1)).flatten(-2)
+        begin = columns.start - groups.start * _GROUP
+        return full[..., begin : begin + columns.stop - columns.start].transpose(-1, -2)
+
+
+def _as_fp32(scales: torch.Tensor) -> torch.Tensor:
+    # Of MXFP8, bytes are exponents.
+    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+
+
+def _block(size: int, count: int, asked: int | None) -> int:
+    """Return how many of ``size`` values have one of ``count`` scales; the last ones may be fewer."""
+    if asked is not None and -(-size // asked) == count:
+        return asked
+    return size // count if size % count == 0 else 1 << (-(-size // count) - 1).bit_length()
+
+
+class OpenWeights:
+    """An open file of weights, whose scales may be in another one of its directory."""
+
+    def __init__(self, file: Path, stack: contextlib.ExitStack):
+        self._file, self._stack = file, stack
+        self._open: dict[Path, Any] = {}
+        self._keys = {name: key for key, name in tensor_names(_keys_beside(file)).items()}
+
+    def keys(self) -> list[str]:
+        """Return the names of the file's tensors."""
+        own = {*self._content(self._file).keys()}
+        return [name for name, key in self._keys.items() if key in own]
+
+    def _content(self, file: Path) -> Any:
+        from safetensors import safe_open
+
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._open[file]
+
+    def _beside(self, key: str) -> Any:
+        return self._content(_keys_beside(self._file)[key]).get_slice(key)
+
+    def get_slice(self, name: str) -> StoredTensor:
+        """Return a tensor, of which indexing reads what is asked for."""
+        key = self._keys.get(name, name)
+        stored = self._content(self._file).get_slice(key)
+        if key != name:
+            return _Mxfp4(stored, self._beside(name + _OF_BLOCKS))
+        scale = next((key + end for end in _SCALES if key + end in _keys_beside(self._file)), None)
+        if stored.get_dtype() in _FP8 and scale is not None:
+            found = self._content(_keys_beside(self._file)[scale]).get_tensor(scale)
+            return _Fp8(stored, found, _blocks_of(self._file.parent))
+        return StoredTensor(stored)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return all of a tensor."""
+        found = self.get_slice(name)
+        return found[()] if found.is_decoded else self._content(self._file).get_tensor(name)
+
+
+@contextlib.contextmanager
+def open_weights(file: Path) -> Iterator[OpenWeights]:
+    """Open a safetensors file of pretrained weights."""
+    with contextlib.ExitStack() as stack:
+        yield OpenWeights(file, stack)
+
+
+def _keys_beside(file: Path) -> dict[str, Path]:
+    """Return the files of all keys of the weights that a file is of."""
+    stat = file.stat()
+    return _keys_at(file, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=512)
+def _keys_at(file: Path, *_: int) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as content:
+        own = dict.fromkeys(content.keys(), file)
+    found: dict[str, Path] = {}
+    for index in sorted(file.parent.glob("*.safetensors.index.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # said where it is read
+            entries = read_object(index)["weight_map"]
+            if file.name in entries.values():
+                found |= {key: file.parent / name for key, name in entries.items()}
+    return found | own
+
+
+def _blocks_of(directory: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+        first, second = read_object(directory / "config.json")["quantization_config"]["weight_block_size"]
+        return int(first), int(second)
+    return None

@@ -1,0 +1,193 @@
+"""The text model in a directory of a larger one: its config, and its parameters' names in that directory's files."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp.errors import UserError, one_line
+from smp.json_input import read_object
+from smp.models.family import Family
+from smp.models.file_names import FileNames, Rename, file_names_of
+from smp.models.registry import family_of
+from smp.models.weight_files import directory_of, weight_map
+
+
+@dataclasses.dataclass(frozen=True)
+class PartNames(FileNames):
+    """How the files of a larger model name the parameters of its text model.
+
+    Attributes:
+        whole: of all parameters of the larger model.
+        inside: the names there of the text model's begin with one of these.
+        forward: from names of the text model to those of the larger one.
+        back: the other way round.
+        beside: last parts of the names of modules that are not of the text model.
+    """
+
+    whole: FileNames = dataclasses.field(default_factory=FileNames)
+    inside: tuple[str, ...] = ()
+    forward: tuple[Rename, ...] = ()
+    back: tuple[Rename, ...] = ()
+    beside: frozenset[str] = frozenset()
+
+    @property
+    def has_passed(self) -> bool:
+        """True: what is not of the text model."""
+        return True
+
+    def passes(self, file_key: str) -> bool:
+        """Return True for what is not of the text model; an export has it as the files have it."""
+        return not self.whole.module_key(file_key).startswith(self.inside)
+
+    def in_whole(self, name: str) -> str:
+        """Return the name in the larger model of a module or parameter of the text model."""
+        for rename in self.forward:
+            name = rename(name)
+        return name
+
+    def ignored(self, file_key: str) -> bool:
+        """Return True for a key that is skipped where the text model has no such parameter."""
+        return self.passes(file_key) or super().ignored(file_key)
+
+
+def is_whole(known: type, content: Mapping[str, Any]) -> bool:
+    """Return whether a config.json, of the class ``known``, describes several parts, one of which is a text model."""
+    return "text_config" in content or "text_config" in getattr(known, "sub_configs", {})
+
+
+def text_config(where: object, whole: Any) -> Any:
+    """Return the config of the text model, given the larger one's.
+
+    Raises:
+        UserError: transformers has no causal language model for it.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = copy.deepcopy(whole.get_text_config(decoder=True))
+    if found is whole or type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"{where} describes a model of several parts, and transformers has no causal language model for its text "
+            f"part ({getattr(found, 'model_type', 'none')!r}), which is what is trained here: give another model"
+        )
+    found.tie_word_embeddings = whole.tie_word_embeddings  # which the larger model's word decides
+    found._name_or_path = whole._name_or_path
+    if found.dtype is None:
+        found.dtype = whole.dtype
+    return found
+
+
+def content_of_whole(weights: Path | None) -> dict[str, Any] | None:
+    """Return the config.json beside weights, if it is of a larger model than a language model."""
+    from transformers import CONFIG_MAPPING
+
+    directory = directory_of(weights)
+    if directory is None or not (directory / "config.json").is_file():
+        return None
+    try:
+        content = read_object(directory / "config.json")
+    except (OSError, ValueError):  # which is said where it is read as a config
+        return None
+    name = content.get("model_type")
+    known = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
+    return content if known is not None and is_whole(known, content) else None
+
+
+def names_in(weights: Path | None, family: Family) -> FileNames:
+    """Return how files name the parameters of a model of a family, which may be the text model of what they are of.
+
+    Args:
+        weights: a file of theirs or their directory; None: the family's own.
+
+    Raises:
+        UserError: they are of a larger model that transformers does not build, or whose text model is another.
+    """
+    return names_by(content_of_whole(weights), family, weights)
+
+
+def names_by(content: dict[str, Any] | None, family: Family, where: object) -> FileNames:
+    """Return :func:`names_in`, given :func:`content_of_whole` of the weights ``where``."""
+    if content is None:
+        return family.file_names
+    names, kind = _names(json.dumps(content, sort_keys=True))
+    if kind != family.hf_model_type:
+        raise UserError(
+            f"{where} is of a {content['model_type']} model, whose text model is of type {kind!r}, and the model is of "
+            f"type {family.hf_model_type!r}: leave out what names another model"
+        )
+    return names
+
+
+@functools.lru_cache(maxsize=4)
+def _names(content: str) -> tuple[PartNames, str]:
+    """Return the names in a larger model's files, and the type of its text model, given its config.json."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    values = json.loads(content)
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    text = text_config("the larger model", config)
+    family = family_of(text)
+    try:
+        with torch.device("meta"):
+            whole = AutoModelForImageTextToText.from_config(config)
+            own = AutoModelForCausalLM.from_config(text)
+    except Exception as error:  # of any type: code of any model
+        raise UserError(f"transformers builds no model of this {config.model_type} ({one_line(error)})") from error
+    forward, back, inside = _prefixes(whole, own, family)
+    names = file_names_of(whole)
+    made = PartNames(
+        to_module=(*names.to_module, *back), to_file=(*forward, *names.to_file), unused=names.unused,
+        conversions=family.file_names.conversions, problem=family.file_names.problem, whole=names, inside=inside,
+        forward=tuple(forward), back=tuple(back),
+        beside=frozenset(n.rpartition(".")[2] for n, _ in whole.named_modules() if not f"{n}.".startswith(inside)),
+    )  # fmt: skip
+    return made, text.model_type
+
+
+def _prefixes(whole: nn.Module, own: nn.Module, family: Family) -> tuple[list[Rename], list[Rename], tuple[str, ...]]:
+    """Return the renames of parameters to those of the larger model, back, and what these begin with there."""
+    same = next((path for path, module in whole.named_modules() if type(module) is type(own)), None)
+    if same is not None:  # such as Llama 4's, with its head
+        pairs = [("", f"{same}.")]
+    else:
+        inner, head = whole.get_decoder(), whole.get_output_embeddings()  # type: ignore[operator]
+        paths = {id(module): path for path, module in whole.named_modules()}
+        pairs = [(f"{family.base}.", f"{paths[id(inner)]}."), (f"{family.head}.", f"{paths[id(head)]}.")]
+    forward = [Rename(f"^{_literal(text)}", there) for text, there in pairs if text != there]
+    back = [Rename(f"^{_literal(there)}", text) for text, there in pairs if text != there]
+    return forward, back, tuple(there for _, there in pairs)
+
+
+def _literal(text: str) -> str:
+    return text.replace(".", r"\.")
+
+
+def as_whole(content: dict[str, Any], text: Any) -> dict[str, Any]:
+    """Return the config.json of a larger model, given what it was and the config of its text model as it is written."""
+    found = {key: value for key, value in content.items() if key not in ("torch_dtype", "quantization_config")}
+    dtype = str(text.dtype).removeprefix("torch.")
+    inner = {key: value for key, value in found.get("text_config", {}).items() if key != "torch_dtype"}
+    found |= {"dtype": dtype, "text_config": inner | {"dtype": dtype, "vocab_size": text.vocab_size}}
+    if not text.tie_word_embeddings:  # whose head has been untied, or was
+        found["tie_word_embeddings"] = False
+    return found
+
+
+def passed_beside(weights: Path) -> dict[str, Path]:
+    """Return the files that belong to a larger model beside its weights and config, by name, such as processors'."""
+    directory = directory_of(weights)
+    assert directory is not None
+    files = {*weight_map(weights).values(), directory / "config.json"}
+    return {
+        file.name: file
+        for file in sorted(directory.iterdir())
+        if file.is_file() and file not in files and file.suffix in (".json", ".jinja", ".model", ".txt")
+    }

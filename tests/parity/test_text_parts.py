@@ -1,0 +1,154 @@
+"""The text model in a vision-language directory: read, trained and written back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import smp
+import smp.cli
+from smp.checkpoint.hf_export import export_hf
+from smp.errors import UserError
+from smp.models.model_config import ModelConfig, resolve_model
+from smp.models.registry import build_model
+from smp.pretrained import load_pretrained_
+from tests import wholes
+from tests.job import losses, run_job
+
+peft = pytest.importorskip("peft")
+IDS = torch.randint(0, 90, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def _read(directory):
+    model = resolve_model(ModelConfig(hf_pretrained_model_name_or_dir=str(directory)))
+    text = build_model(model.hf_config, attn_implementation=None)
+    load_pretrained_(text, directory, hf_config=model.hf_config)
+    return text
+
+
+def _logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", wholes.KINDS)
+def test_the_text_model_computes_as_the_larger_one_and_is_written_back_into_it(tmp_path, kind):
+    directory = wholes.save_whole(kind, tmp_path / "whole")
+    text = _read(directory)
+    whole = AutoModelForImageTextToText.from_pretrained(directory)
+    assert torch.equal(_logits(text), _logits(whole))
+    with torch.no_grad():
+        for parameter in text.parameters():
+            parameter.add_(0.01)
+    export_hf(text, tmp_path / "out", weights=directory)
+    again, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    torch.testing.assert_close(_logits(again), _logits(text))
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert before.keys() == after.keys()
+    same = {key for key in before if torch.equal(before[key], after[key])}
+    buffers = {key for key in same if key.endswith("layer_scalar")}  # Gemma 4's, of the text model
+    assert same - buffers and all("vis" in key or "multi_modal" in key for key in same - buffers), same
+    assert (tmp_path / "out/preprocessor_config.json").read_bytes() == (
+        directory / "preprocessor_config.json"
+    ).read_bytes()
+    config, original = (json.loads((d / "config.json").read_text()) for d in (tmp_path / "out", directory))
+    assert config["architectures"] == original["architectures"] and config["vision_config"] == original["vision_config"]
+
+
+def test_the_text_model_alone_is_written_where_that_is_asked_for(tmp_path):
+    directory = wholes.save_whole("gemma3", tmp_path / "whole")
+    text = _read(directory)
+    export_hf(text, tmp_path / "out", weights=directory, text_only=True)
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()) and type(again) is type(text)
+    assert torch.equal(_logits(again), _logits(text))
+    assert not (tmp_path / "out/preprocessor_config.json").exists()
+
+
+def test_a_script_reads_and_writes_the_larger_model(tmp_path):
+    directory = wholes.save_whole("mistral3", tmp_path / "whole")
+    text = smp.meta_init(AutoConfig.from_pretrained(directory))
+    again = smp.load_pretrained(build_model(text.config, attn_implementation=None), directory)
+    assert torch.equal(_logits(again), _logits(_read(directory)))
+    smp.export_hf(again, tmp_path / "out")
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_files_of_an_older_form_keep_their_keys_and_tensors_that_no_model_reads(tmp_path):
+    directory = wholes.save_whole("qwen3_5", tmp_path / "whole")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["mtp.norm.weight"] = torch.arange(4.0)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    export_hf(_read(directory), tmp_path / "out", weights=directory)
+    after = load_file(tmp_path / "out/model.safetensors")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[key], tensors[key]) for key in after)
+
+
+def test_a_larger_model_with_another_text_model_is_refused(tmp_path):
+    directory = wholes.save_whole("mistral3", tmp_path / "whole")
+    text = build_model(wholes.build_whole("gemma3").config.text_config, attn_implementation=None)
+    with pytest.raises(UserError, match="is of a mistral3 model, whose text model is of type 'mistral'"):
+        smp.load_pretrained(text, directory)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_job_trains_the_text_model_and_writes_the_larger_one(tmp_path, alone):
+    directory, rows = wholes.save_whole("gemma3", tmp_path / "whole"), IDS.repeat(2, 1).tolist()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    outcome = run_job(
+        "--hf_pretrained_model_name_or_dir", directory, "--training_dir", tmp_path / "data", "--max_context_width", 12,
+        "--output_dir", tmp_path / "run", "--max_steps", 2, "--train_batch_size", 2, "--lr", 0.01,
+        "--checkpoint_freq", 2, "--save_final_model", 1, "--export_text_only", alone, world_size=2,
+    ).succeeded()  # fmt: skip
+    loads = AutoModelForCausalLM if alone else AutoModelForImageTextToText
+    assert f"{loads.__name__}.from_pretrained loads it" in outcome.output
+    whole = AutoModelForImageTextToText.from_pretrained(directory)
+    assert losses(tmp_path / "run")[0] == pytest.approx(_loss(whole), rel=1e-5)
+    trained, report = loads.from_pretrained(tmp_path / "run/final", output_loading_info=True)
+    assert not any(report.values()) and _loss(trained) < losses(tmp_path / "run")[1]
+    words = ["export", str(tmp_path / "run/checkpoints/latest"), str(tmp_path / "again"), *["--text_only"][:alone]]
+    assert smp.cli.main(words) == 0
+    first, second = load_file(tmp_path / "run/final/model.safetensors"), load_file(tmp_path / "again/model.safetensors")
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def _loss(model) -> float:
+    with torch.no_grad():
+        logits = model.eval()(input_ids=IDS, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten()).item()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_an_adapter_of_the_text_model_is_loaded_by_peft_on_the_larger_one_and_again(tmp_path, kind):
+    directory = wholes.save_whole(kind, tmp_path / "whole")
+    rows = [json.dumps({"input_ids": row}) + "\n" for row in IDS.repeat(2, 1).tolist()]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.jsonl").write_text("".join(rows))
+    job = [
+        "--hf_pretrained_model_name_or_dir", directory, "--training_dir", tmp_path / "data", "--max_context_width", 12,
+        "--max_steps", 2, "--train_batch_size", 2, "--lr", 0.05, "--save_final_model", 1,
+    ]  # fmt: skip
+    lora = [*job, "--lora_rank", 2, "--save_merged_model"]
+    run_job(*lora, 0, "--checkpoint_freq", 2, "--output_dir", tmp_path / "run", world_size=2).succeeded()
+    run_job(*lora, 1, "--output_dir", tmp_path / "merged").succeeded()
+    whole = AutoModelForImageTextToText.from_pretrained(directory)
+    adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "run/final")
+    assert not [name for name, _ in adapted.named_parameters() if "lora_" in name and "vis" in name]
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged/final")
+    torch.testing.assert_close(_logits(adapted), _logits(merged), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(_logits(AutoModelForImageTextToText.from_pretrained(directory)), _logits(merged))
+    assert (
+        smp.cli.main(["export", str(tmp_path / "run/checkpoints/latest"), str(tmp_path / "again"), "--no-merge"]) == 0
+    )
+    first, second = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("run/final", "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    run_job(*job, "--adapter_path", tmp_path / "run/final", "--output_dir", tmp_path / "more").succeeded()
+    assert losses(tmp_path / "more")[0] == pytest.approx(_loss(merged), rel=1e-4)
