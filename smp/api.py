@@ -27,7 +27,7 @@ from smp.faults.agreement import require_same_weights
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.added import LOADED, leave_out_frozen, remember_files
 from smp.models.registry import build_model, family_of
-from smp.models.text_part import is_whole, text_config
+from smp.models.text_part import language_config
 from smp.parallel import context, experts
 from smp.parallel.activation_checkpoint import checkpointed_blocks, leave_out_cache
 from smp.parallel.context.batch import shard_batch
@@ -167,8 +167,7 @@ def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False,
 
 
 def _check_comm_type(caller: str, comm_type: str | None) -> None:
-    allowed = ("auto", *CP_COMM_TYPES)
-    if comm_type not in (None, *allowed):
+    if comm_type not in (None, *(allowed := ("auto", *CP_COMM_TYPES))):
         raise UserError(f"{caller}: cp_comm_type {comm_type!r} is not allowed: give {', '.join(allowed)}")
 
 
@@ -368,8 +367,7 @@ def meta_init(config: Any, *, attn_implementation: str | None = None) -> nn.Modu
     """Build a Hugging Face causal language model on the meta device: no memory for parameters, buffers are real.
 
     Args:
-        config: Hugging Face's, such as a ``LlamaConfig``; it is copied. Of a larger model, such as one of vision and
-            language, the text model is built.
+        config: Hugging Face's, such as a ``LlamaConfig``; it is copied. Of a larger model, its text model is built.
         attn_implementation: as ``from_pretrained``'s; None: sdpa, or eager for a model that cannot have it.
 
     Returns:
@@ -380,8 +378,7 @@ def meta_init(config: Any, *, attn_implementation: str | None = None) -> nn.Modu
     """
     if not hasattr(config, "model_type"):
         raise UserError(f"smp.meta_init takes a config, got {config!r}: give AutoConfig.from_pretrained(directory)")
-    if is_whole(type(config), config.to_dict()):
-        config = text_config("the config", config)
+    config = language_config("the config", config)
     return build_on_meta(functools.partial(build_model, config, attn_implementation=attn_implementation))
 
 

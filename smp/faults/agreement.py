@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 
@@ -105,12 +106,14 @@ def require_same(mine: dict[str, Any], advice: str, before: str = "") -> None:
 def require_same_weights(model: nn.Module, caller: str) -> None:
     """Refuse a model of which ranks would shard different weights; collective.
 
-    A part of each parameter is compared, which other seeds or files make another one. One on the meta device is not.
+    A part of each parameter is compared, which other seeds or files make another one. One on the meta device is not, or
+    that is split already.
 
     Raises:
         UserError: on every rank, naming the first parameter that differs.
     """
-    mine = {f"the values of {name}": _sample(p) for name, p in model.named_parameters() if not p.is_meta}
+    values = {name: p for name, p in model.named_parameters() if not p.is_meta and not isinstance(p, DTensor)}
+    mine = {f"the values of {name}": _sample(p) for name, p in values.items()}
     require_same(
         mine,
         "give all ranks the same weights: call torch.manual_seed(0) on each before the model is made, load the same "

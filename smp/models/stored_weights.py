@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,9 +28,14 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 _GROUP = 32  # values of mxfp4 with one scale
 
 
-def tensor_names(keys: Iterable[str]) -> dict[str, str]:
-    """Return the names of tensors by the keys that have their values; scales are left out."""
-    known = {*keys}
+def tensor_names(keys: Collection[str], known: Collection[str] | None = None) -> dict[str, str]:
+    """Return the names of tensors by the keys that have their values; scales are left out.
+
+    Args:
+        keys: of a file, or of several.
+        known: of all files that they belong to; None: ``keys``.
+    """
+    known = {*keys} if known is None else known
     found = {}
     for key in keys:
         base = next((key.removesuffix(end) for end in _SCALES if key.endswith(end)), None)
@@ -147,12 +152,11 @@ class OpenWeights:
     def __init__(self, file: Path, stack: contextlib.ExitStack):
         self._file, self._stack = file, stack
         self._open: dict[Path, Any] = {}
-        self._keys = {name: key for key, name in tensor_names(_keys_beside(file)).items()}
+        self._files = _Files.of(file, self._content(file))
 
     def keys(self) -> list[str]:
         """Return the names of the file's tensors."""
-        own = {*self._content(self._file).keys()}
-        return [name for name, key in self._keys.items() if key in own]
+        return list(self._files.keys)
 
     def _content(self, file: Path) -> Any:
         from safetensors import safe_open
@@ -161,19 +165,17 @@ class OpenWeights:
             self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
         return self._open[file]
 
-    def _beside(self, key: str) -> Any:
-        return self._content(_keys_beside(self._file)[key]).get_slice(key)
-
     def get_slice(self, name: str) -> StoredTensor:
         """Return a tensor, of which indexing reads what is asked for."""
-        key = self._keys.get(name, name)
+        key, files = self._files.keys.get(name, name), self._files
         stored = self._content(self._file).get_slice(key)
         if key != name:
-            return _Mxfp4(stored, self._beside(name + _OF_BLOCKS))
-        scale = next((key + end for end in _SCALES if key + end in _keys_beside(self._file)), None)
-        if stored.get_dtype() in _FP8 and scale is not None:
-            found = self._content(_keys_beside(self._file)[scale]).get_tensor(scale)
-            return _Fp8(stored, found, _blocks_of(self._file.parent))
+            exponents = name + _OF_BLOCKS
+            return _Mxfp4(stored, self._content(files.file_of(exponents)).get_slice(exponents))
+        if stored.get_dtype() in _FP8:
+            for scale in (key + end for end in _SCALES if files.has(key + end)):
+                scales = self._content(files.file_of(scale)).get_tensor(scale)
+                return _Fp8(stored, scales, _blocks_of(self._file.parent))
         return StoredTensor(stored)
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -189,25 +191,54 @@ def open_weights(file: Path) -> Iterator[OpenWeights]:
         yield OpenWeights(file, stack)
 
 
-def _keys_beside(file: Path) -> dict[str, Path]:
-    """Return the files of all keys of the weights that a file is of."""
-    stat = file.stat()
-    return _keys_at(file, stat.st_mtime_ns, stat.st_size)
+class _Files:
+    """What is known of a file, and of the others with tensors of the same model.
+
+    Attributes:
+        keys: of the file's tensors, by their names.
+    """
+
+    _known: ClassVar[dict[tuple[Path, int, int], _Files]] = {}
+
+    def __init__(self, file: Path, own: Collection[str]):
+        self._file, self._own, self._others = file, {*own}, _index_of(file)
+        known = self._own if not self._others else self._own | self._others.keys()
+        self.keys = {name: key for key, name in tensor_names(own, known).items()}
+
+    @classmethod
+    def of(cls, file: Path, content: Any) -> _Files:
+        """Return what is known of an open file, which is looked into once."""
+        stat = file.stat()
+        key = file, stat.st_mtime_ns, stat.st_size
+        if key not in cls._known:
+            cls._known[key] = cls(file, content.keys())
+        return cls._known[key]
+
+    def has(self, key: str) -> bool:
+        """Return whether a file has such a key."""
+        return key in self._own or key in self._others
+
+    def file_of(self, key: str) -> Path:
+        """Return the file that has it."""
+        return self._file if key in self._own else self._file.parent / self._others[key]
 
 
-@functools.lru_cache(maxsize=512)
-def _keys_at(file: Path, *_: int) -> dict[str, Path]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as content:
-        own = dict.fromkeys(content.keys(), file)
-    found: dict[str, Path] = {}
+def _index_of(file: Path) -> dict[str, str]:
+    """Return the names of the files of all keys, by the index that names this one; without one, nothing."""
     for index in sorted(file.parent.glob("*.safetensors.index.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # said where it is read
-            entries = read_object(index)["weight_map"]
-            if file.name in entries.values():
-                found |= {key: file.parent / name for key, name in entries.items()}
-    return found | own
+        stat = index.stat()
+        found = _entries(index, stat.st_mtime_ns, stat.st_size)
+        if file.name in found[1]:
+            return found[0]
+    return {}
+
+
+@functools.lru_cache(maxsize=4)
+def _entries(index: Path, *_: int) -> tuple[dict[str, str], set[str]]:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # said where it is read
+        entries = read_object(index)["weight_map"]
+        return entries, {*entries.values()}
+    return {}, set()
 
 
 def _blocks_of(directory: Path) -> tuple[int, int] | None:

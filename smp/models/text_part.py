@@ -85,6 +85,11 @@ def text_config(where: object, whole: Any) -> Any:
     return found
 
 
+def language_config(where: object, config: Any) -> Any:
+    """Return the config of a language model: itself, or that of its text model; raises as :func:`text_config`."""
+    return text_config(where, config) if is_whole(type(config), config.to_dict()) else config
+
+
 def content_of_whole(weights: Path | None) -> dict[str, Any] | None:
     """Return the config.json beside weights, if it is of a larger model than a language model."""
     from transformers import CONFIG_MAPPING

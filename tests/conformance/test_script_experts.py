@@ -56,6 +56,10 @@ def _shard_units(model):
     return smp.fully_shard(model)
 
 
+def _shard_by_smp(model):
+    return smp.parallelize(model, gradient_reduction="mean")
+
+
 def _wrap_units(model):
     return smp.FSDP(
         model, auto_wrap_policy=lambda module, recurse, **_: recurse or "DecoderLayer" in type(module).__name__
@@ -79,7 +83,7 @@ def _script(kind: str, way, degrees: dict[str, int], wanted, values) -> None:
         torch.testing.assert_close(parameter.full_tensor(), values[name], **TOLERANCE)
 
 
-@pytest.mark.parametrize("way", [_wrap_units, _shard_units])
+@pytest.mark.parametrize("way", [_wrap_units, _shard_units, _shard_by_smp])
 @pytest.mark.parametrize(
     ("kind", "world", "degrees"),
     [

@@ -150,6 +150,9 @@ class _OpenedFile(_CountingFile):
         super().__init__(*args, **kwargs)
         _OpenedFile.opened += 1
 
+    def get_tensor(self, key):
+        return self.inner.get_tensor(key)
+
 
 def _load_and_export(folder, reference, expected):
     safetensors.safe_open = _OpenedFile  # in this process, which ends with the test

@@ -20,6 +20,7 @@ from smp.checkpoint.disk_forecast import state_bytes
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import UserError
 from smp.models import added
+from smp.models.file_names import FileNames
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model
 from smp.optim.config import OptimConfig
@@ -187,9 +188,9 @@ def test_targets_that_are_written_match_the_layers_alone(tmp_path, targets, writ
 def test_a_layer_outside_the_blocks_of_the_same_name_is_not_matched():
     model = build_reference("llama_gqa", torch.float32)
     paths = [name for name, _ in model.named_modules() if name.endswith("_proj")]
-    assert "up_proj" in target_names(model, paths)
+    assert "up_proj" in target_names(model, paths, FileNames())
     model.add_module("up_proj", nn.Linear(2, 2))
-    assert {"model.layers.2.mlp.up_proj", "q_proj"} < set(target_names(model, paths))
+    assert {"model.layers.2.mlp.up_proj", "q_proj"} < set(target_names(model, paths, FileNames()))
 
 
 def test_targets_are_spelled_as_in_peft(tmp_path):
