@@ -117,6 +117,12 @@ def test_four_ranks_train_like_one_process(kind):
     run_distributed(check, kind, SOME[kind], world_size=4)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+def test_four_ranks_over_smddp_train_like_one_process(kind):
+    layouts = [FOUR[0]] if kind == "mixtral" else layouts_of(kind)
+    run_distributed(check, kind, layouts, world_size=4, backend="smddp")
+
+
 def layouts_of(kind: str) -> list[Layout]:
     return [*FOUR, *(CROSSED if kind in BESIDE else [])]
 
