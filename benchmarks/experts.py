@@ -182,13 +182,13 @@ def ratio(found: dict[str, Any], one: str, other: str) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def page(found: dict[int, dict[str, Any]], rounds: int) -> str:
-    """Return the page."""
+def page(found: dict[int, dict[str, Any]], rounds: int, load: float) -> str:
+    """Return the page; ``load`` is the machine's average before the run, of all that runs there."""
     version = importlib.metadata.version
     lines = [
         f"Mixtral, 8 experts, top 2, hidden 256, {ROWS} x {LENGTH} tokens a process, {rounds} rounds; torch "
-        f"{torch.__version__}, transformers {version('transformers')}, CPU, {os.cpu_count()} cores. smp and "
-        "transformers are over gloo where smddp is not named.", "",
+        f"{torch.__version__}, transformers {version('transformers')}, CPU, {os.cpu_count()} cores, "
+        f"load average {load:.1f} before. smp and transformers are over gloo where smddp is not named.", "",
         "| processes = ep | time, smp / transformers | time, smp over smddp / smp | parameters and gradients of a "
         "rank, smp / transformers | experts' gradients, smp | smp over smddp | transformers | others, smp "
         "| smp over smddp | transformers |",
@@ -210,8 +210,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    load = os.getloadavg()[0]
     found = {world: run(world, args.rounds) for world in args.processes}
-    text = page(found, args.rounds)
+    text = page(found, args.rounds, load)
     print(text)
     if args.output:
         args.output.write_text(text)

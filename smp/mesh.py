@@ -147,8 +147,7 @@ class Mesh:
         """Create the device mesh with a folded axis, whose groups are added to ``groups``; collective."""
         for name in (axis.fsdp, axis.name):
             ranks = sorted(self._ranks_of_groups(name))
-            # The same ranks have one group: clipping orders its sums by strides and sizes of groups, which two of the
-            # same ranks share, and the order must be the same on every rank. It also saves a communicator.
+            # The same ranks have one group, which saves a communicator.
             same = next((each for each in groups if sorted(self._ranks_of_groups(each)) == ranks), None)
             groups[name] = groups[same] if same else dist.new_subgroups_by_enumeration(ranks)[0]
         sizes = {name: size for name, size in self._sizes().items() if name not in _dimensions(axis.name)}

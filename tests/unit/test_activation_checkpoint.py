@@ -124,7 +124,7 @@ def test_equal_scores_are_routed_in_recomputation_as_in_forward(mode, monkeypatc
     expected = gradients(copy.deepcopy(model), steps=1)
     activation_checkpoint.apply(model, setup)
     found = dict(zip(names, zip(gradients(model, steps=1), expected, strict=True), strict=True))
-    # A router has the gradients of the scores that it chose last, of which these are equal.
+    # A router's weights are computed again, and have the gradients of what was chosen then, of equal scores.
     assert len(again) == 3
     assert all(torch.equal(*pair) for name, pair in found.items() if not name.endswith(".mlp.gate.weight"))
 
