@@ -13,7 +13,7 @@ from smp.data.columns import SYSTEM, lacks_system, read_by, unread
 from smp.data.config import DataConfig
 from smp.data.conversation import Chat, chat_of
 from smp.data.convert import Format, Rows, joined, token_files
-from smp.data.messages import ConversationError, is_empty
+from smp.data.messages import ConversationError, NotTextError, is_empty
 from smp.data.pairs import encode_pair
 from smp.data.rows import Reader
 from smp.data.samples import Choice, PackedSamples
@@ -50,6 +50,9 @@ def _rows_of(
     for where, sample in reader.examples(file, chunk):
         try:
             encoded = encode_pair(chat, sample) if pairs else [chat.encode(sample)]
+        except NotTextError as error:
+            count = sum(_has_more_than_text(chat, each, pairs) for _, each in reader.read(file, _ALL_COLUMNS))
+            raise UserError(f"{where}: {error} ({count} samples of {file.url} have more than text)") from error
         except ConversationError as error:
             raise UserError(f"{where}: {error}") from error
         for ids, labels in encoded:
@@ -58,6 +61,16 @@ def _rows_of(
             if len(ids):
                 found.append(Rows(ids.astype(token_dtype(tokenizer.vocab_size)), np.array([len(ids)]), None, labels))
     return joined(found)
+
+
+def _has_more_than_text(chat: Chat, sample: Any, pairs: bool) -> bool:
+    try:
+        encode_pair(chat, sample) if pairs else chat.encode(sample)
+    except NotTextError:
+        return True
+    except ConversationError:
+        pass
+    return False
 
 
 def open_conversations(

@@ -7,7 +7,16 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from smp.data.messages import CALLS, TRAINED, ConversationError, form_of, from_json, from_other_forms, is_empty
+from smp.data.messages import (
+    CALLS,
+    TRAINED,
+    ConversationError,
+    NotTextError,
+    form_of,
+    from_json,
+    from_other_forms,
+    is_empty,
+)
 from smp.data.rows import is_unread
 
 SYSTEM = ("system", "system_prompt")
@@ -49,7 +58,7 @@ def refuse_columns(row: Mapping[str, Any], name: str = "", *, pairs: bool = Fals
         if is_empty(value):
             continue
         if key in NOT_TEXT:
-            raise ConversationError(
+            raise NotTextError(
                 f"{has} {key}, and only text can be trained on: leave the row out, or {key} where the text needs none"
             )
         if key in INSTEAD and form != ("text",):

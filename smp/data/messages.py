@@ -25,6 +25,10 @@ class ConversationError(ValueError):
     """A conversation cannot be used; says why, without file and line."""
 
 
+class NotTextError(ConversationError):
+    """A conversation has an image, a video or a sound."""
+
+
 def is_empty(value: Any) -> bool:
     """Return whether a value is empty: null, false, or an empty text, list or object, also as a text of JSON."""
     if isinstance(value, str):
@@ -136,7 +140,7 @@ def _message(message: Any, name: str) -> Message:
     content, calls = message.get("content"), _calls(message.get("tool_calls"), f"{name}.tool_calls")
     if isinstance(content, list):
         if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in content):
-            raise ConversationError(f"{name} has content that is not text, which cannot be trained on: leave it out")
+            raise NotTextError(f"{name} has content that is not text, which cannot be trained on: leave it out")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and calls):
         raise ConversationError(f"{name} has content that is {a_type(content)}; it must be a string")

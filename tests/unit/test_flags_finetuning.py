@@ -63,6 +63,18 @@ def test_conversations(tmp_path, capfd):
     assert trained("--chat_template", template)[0] > first
 
 
+def test_conversations_with_more_than_text_are_counted(tmp_path):
+    file, image = tmp_path / "a.jsonl", {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+    rows = [TURNS, [image, TURNS[1]], TURNS, [image, TURNS[1]]]
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    data = ["--dataset_type", "chat", "--training_dir", file, "--tokenizer_name_or_dir", SAMPLE / "tokenizer",
+            "--chat_template", SAMPLE / "chat_template.jinja", "--vocab_size", 2048]  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"content that is not text, .* \(2 samples of .*a\.jsonl have more than text\)"
+    ):
+        plan_of([], tmp_path, data=data)
+
+
 @in_child
 def test_auto_finds_conversations_and_pairs(tmp_path, caplog):
     def opened(rows, *words):
