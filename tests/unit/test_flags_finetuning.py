@@ -70,7 +70,7 @@ def test_conversations_with_more_than_text_are_counted(tmp_path):
     data = ["--dataset_type", "chat", "--training_dir", file, "--tokenizer_name_or_dir", SAMPLE / "tokenizer",
             "--chat_template", SAMPLE / "chat_template.jinja", "--vocab_size", 2048]  # fmt: skip
     with pytest.raises(
-        ConfigError, match=r"content that is not text, .* \(2 samples of .*a\.jsonl have more than text\)"
+        ConfigError, match=r"is not text, .* \(2 samples of .*a\.jsonl have more than text\)"
     ):
         plan_of([], tmp_path, data=data)
 
