@@ -98,7 +98,7 @@ def test_a_larger_model_with_another_text_model_is_refused(tmp_path):
         smp.load_pretrained(text, directory)
 
 
-@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("alone", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_job_trains_the_text_model_and_writes_the_larger_one(tmp_path, alone):
     directory, rows = wholes.save_whole("gemma3", tmp_path / "whole"), IDS.repeat(2, 1).tolist()
     (tmp_path / "data").mkdir()
@@ -126,7 +126,7 @@ def _loss(model) -> float:
     return F.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten()).item()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.full)])
 def test_an_adapter_of_the_text_model_is_loaded_by_peft_on_the_larger_one_and_again(tmp_path, kind):
     directory = wholes.save_whole(kind, tmp_path / "whole")
     rows = [json.dumps({"input_ids": row}) + "\n" for row in IDS.repeat(2, 1).tolist()]
