@@ -63,7 +63,6 @@ class _Initialized:
     own: dict[str, Any]  # SMP v2's keys that are no settings of ParallelConfig
     random_seed: int | None  # as it was given
     done: set[str] = dataclasses.field(default_factory=set)  # a model was split; ranks of a sequence compared batches
-    moe: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the MoEConfig of ``transform``
 
 
 _current: _Initialized | None = None
@@ -146,7 +145,7 @@ def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False,
     """Apply expert, context and tensor parallelism, in the techniques' order, unless they have been."""
     family = family_of(model.config)
     if not is_split(model):  # tensor parallelism takes experts as they are
-        setup = Setup(family, current.mesh, Settings((current.parallel, script_balance(current.moe))))
+        setup = Setup(family, current.mesh, Settings((current.parallel, script_balance(model))))
         experts.check_and_apply(model, setup, take=from_rank0)
         add_losses(model, setup)
     if current.mesh.cp.size > 1 and not context.is_split(model):
@@ -201,7 +200,7 @@ def transform(
     _check_comm_type("smp.transform", cp_comm_type)
     require_model("smp.transform", model)
     if config is not None:
-        current.moe.update(read_moe_config(model, config))
+        read_moe_config(model, config)
     splits = current.tp is not None or current.mesh.degree("ep") > 1
     if splits and not is_split(model) and not load_state_dict_from_rank0:
         require_same_weights(model, "smp.transform")
@@ -279,7 +278,7 @@ def parallelize(
         _split(model, current)
         _parallelize(
             model, family, mesh=current.mesh, parallel=current.parallel, activation=activation, dtype=dtype, loss=loss,
-            balance=script_balance(current.moe),
+            balance=script_balance(model),
         )  # fmt: skip
         if gradient_reduction == "mean":
             average_gradients(model, current.mesh)

@@ -45,7 +45,7 @@ from smp.models.added import (
 from smp.models.family import Family
 from smp.models.file_names import FileNames, buffers_of, parameters_of
 from smp.models.registry import family_of
-from smp.models.text_part import as_whole, content_of_whole, names_by, passed_beside
+from smp.models.text_part import PART_OF, as_whole, content_of_whole, names_by, passed_beside, require_whole
 from smp.parallel.refusals import require_model
 from smp.parallel.sharding import reshard
 
@@ -139,7 +139,8 @@ def _write_configs(
 ) -> None:
     from transformers import GenerationConfig
 
-    config = type(hf_config).from_dict(hf_config.to_dict())  # which leaves out what is of generation alone
+    values = {key: value for key, value in hf_config.to_dict().items() if key != PART_OF}
+    config = type(hf_config).from_dict(values)  # which leaves out what is of generation alone
     config.architectures = [family.architecture]
     config.dtype = dtype
     config.use_cache = True  # off in training only
@@ -163,8 +164,9 @@ def _write_configs(
         shutil.copyfile(file, partial / name)
 
 
-def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
+def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor], copied: list[FileTensor], read: Read) -> None:
     try:
+        tensors |= {each.key: value_of(each, read) for each in copied}
         write_tensors(path, [Piece(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()])
     except OSError as error:
         raise RunError(f"{path} cannot be written ({reason(error)})") from error
@@ -234,9 +236,11 @@ def _gather_and_write(
 
     weight_map, total_size = {}, 0
     for file, group in {**files, **apart}.items():
-        tensors = {}
+        tensors, copied = {}, []
         for tensor in group:
-            if tensor.rows and tensor.rows[0][0] in by_expert:
+            if tensor.file is not None:
+                copied.append(tensor)
+            elif tensor.rows and tensor.rows[0][0] in by_expert:
                 if (value := gathered(tensor, shards)) is not None:
                     tensors[tensor.key] = value
             elif _is_main():
@@ -245,7 +249,7 @@ def _gather_and_write(
                 for name, _ in tensor.rows:
                     latest(name)
         progress()
-        _on_main(functools.partial(_write_tensors, partial / file, tensors))
+        _on_main(functools.partial(_write_tensors, partial / file, tensors, copied, latest))
         if file in files:
             weight_map.update({tensor.key: file for tensor in group})
             total_size += sum(tensor.nbytes for tensor in group)
@@ -277,12 +281,15 @@ def _tied_as_weights(hf_config: Any, family: Family, parameters: Mapping[str, to
     return hf_config
 
 
-def _whole_of(weights: pathlib.Path | str | None) -> tuple[dict[str, Any] | None, dict[str, pathlib.Path]]:
+def _whole_of(
+    weights: pathlib.Path | str | None, hf_config: Any
+) -> tuple[dict[str, Any] | None, dict[str, pathlib.Path]]:
     """Return the config.json of the larger model that weights are of, and the files beside it; None: there is none."""
     if weights is None:
         return None, {}
     path = pathlib.Path(weights)
     whole = _of_main(lambda: content_of_whole(path))
+    require_whole(hf_config, whole, weights)
     return whole, {} if whole is None else _of_main(lambda: passed_beside(path))
 
 
@@ -346,14 +353,14 @@ def export_hf(
         hf_config = model.config if hf_config is None else hf_config
     else:
         parameters = model
-    source = getattr(hf_config, "_name_or_path", None)
-    inputs = {"tokenizer_dir": tokenizer_dir, "generation_dir": generation_dir, "from_pretrained": source or None}
+    inputs = {"tokenizer_dir": tokenizer_dir, "generation_dir": generation_dir, "weights": weights}
+    inputs["from_pretrained"] = getattr(hf_config, "_name_or_path", None) or None
     if isinstance(model, nn.Module):
         inputs |= files_of(model)
         weights = files_of(model).get(LOADED) if weights is None else weights
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
     partial, family = beside(directory, "partial"), family_of(hf_config)
-    whole, beside_weights = _whole_of(None if text_only else weights)
+    whole, beside_weights = _whole_of(None if text_only else weights, hf_config)
     names = names_by(whole, family, weights)
     names.check(directory, "have transformers' save_pretrained write it")
     files, apart = _planned(parameters, added, names, dtype=dtype, weights=weights, max_shard_bytes=max_shard_bytes)

@@ -22,6 +22,7 @@ from smp.models.added import AddedParameter, Apart
 from smp.models.experts import is_experts
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
+from smp.models.text_part import require_whole
 from smp.models.weight_files import ADAPTER_CONFIG, directory_of, weight_map
 from smp.parallel.adapter_config import WEIGHTS, saved_settings
 from smp.parallel.adapter_files import names_beside
@@ -72,6 +73,8 @@ class SavedAdapter:
     def alone(self, hf_config: Any) -> tuple[dict[str, torch.Tensor], dict[str, AddedParameter]]:
         """Return the factors on the meta device, and where they are exported to, given the base model's config."""
         base = json.loads(self.config).get("base_model_name_or_path")
+        if base is not None and not Path(base).is_dir():
+            require_whole(hf_config, None, base)
         names = in_files(names_beside(base, family_of(hf_config)), filter(is_factor, self.factors))
         apart = Apart(WEIGHTS, {ADAPTER_CONFIG: self.config}, names)
         exported, added = {**self.factors, **self.modules}, {}

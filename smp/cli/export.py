@@ -32,7 +32,7 @@ from smp.errors import UserError
 from smp.models.checked_config import checked_config
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
-from smp.models.text_part import names_in
+from smp.models.text_part import names_in, passed_beside
 from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of, weight_map
 from smp.pretrained import base_dtypes
 from smp.units import readable, scaled
@@ -241,7 +241,8 @@ def _write(
         _check_named(generation, pretrained_files(None, generation), checkpoint, options.base)
         weights = base or next(iter(_paths(manifest, _WEIGHTS)), None)
         if weights is not None and names_in(weights, family_of(hf_config)).has_passed:
-            _check_named(directory_of(weights), weight_map(weights), checkpoint, options.base)
+            files = weight_map(weights) | passed_beside(weights)
+            _check_named(directory_of(weights), files, checkpoint, options.base)
         export_hf(
             parameters,
             output,

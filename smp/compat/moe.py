@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +20,7 @@ from smp.parallel.sharding import averages_gradients, fsdp_modules
 from smp.parallel.technique import Setup
 
 _BALANCES = ("sinkhorn", "balanced", "aux_loss", "none")
-_ADDS = "_smp_adds_losses"  # attribute of a model
+_ADDS, _SETTINGS = "_smp_adds_losses", "_smp_moe_settings"  # attributes of a model
 _logger = get_logger(__name__)
 
 
@@ -84,7 +83,7 @@ def moe_settings(config: MoEConfig) -> dict[str, Any]:
 
 
 def read_moe_config(model: nn.Module, config: object) -> dict[str, Any]:
-    """Return the settings of the ``config`` of :func:`smp.transform`.
+    """Return the settings of the ``config`` of :func:`smp.transform`, and note them on the model.
 
     Raises:
         UserError: it is none, the model has no experts, or a value asks for what is not here.
@@ -98,12 +97,13 @@ def read_moe_config(model: nn.Module, config: object) -> dict[str, Any]:
     settings = moe_settings(config)
     if config.random_seed != MoEConfig.random_seed:
         _logger.info("MoEConfig: random_seed has no effect: initial values are drawn by the random_seed of smp.init")
+    setattr(model, _SETTINGS, settings)
     return settings
 
 
-def script_balance(settings: Mapping[str, Any]) -> ExpertsConfig:
-    """Return how the experts of a script's model are balanced, given the settings of its ``MoEConfig``."""
-    return ExpertsConfig(**{"moe_load_balancing": "none"} | dict(settings))
+def script_balance(model: nn.Module) -> ExpertsConfig:
+    """Return how the experts of a script's model are balanced, by the ``MoEConfig`` that was given for it."""
+    return ExpertsConfig(**{"moe_load_balancing": "none", **getattr(model, _SETTINGS, {})})
 
 
 def add_losses(model: nn.Module, setup: Setup) -> None:
@@ -123,7 +123,8 @@ def _add_losses(setup: Setup, model: nn.Module, args: tuple[Any, ...], kwargs: d
     if getattr(output, "loss", None) is None:
         _warn_once("no loss in the model's output: give the model labels")
         return
-    inputs = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+    given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    inputs = next(each for each in given if isinstance(each, torch.Tensor))
     shown, tp = extra.detach().clone(), setup.mesh.tp
     if tp.size > 1:  # whose ranks have parts of the tokens, and the same loss
         dist.all_reduce(shown, group=tp.group)

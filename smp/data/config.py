@@ -124,6 +124,10 @@ class DataConfig(Section):
             )
         elif self.validation_split and self.test_dir is not None:
             found.append("--validation_split and --test_dir both name the validation data: leave one out")
+        if self.is_chat and self.pack is False and self.document_mask:
+            found.append(
+                "--document_mask 1 is of packed conversations, and --pack 0 has one in a sequence: leave one out"
+            )
         if self.dataset_name is None:
             names = {"dataset_config_name": self.dataset_config_name, "dataset_split": self.dataset_split}
             found += [

@@ -173,8 +173,9 @@ class Collator:
             rows: B rows; None is a padding row, without labels.
 
         Returns:
-            input_ids and targets; attention_mask only where some row has a masked token before a real one (causal
-            attention needs none for padding on the right); with ``document_end`` instead what is known of documents.
+            input_ids and targets; row_tokens where some row is shorter; attention_mask only where some row has a masked
+            token before a real one (causal attention needs none for padding on the right); with ``document_end``
+            instead what is known of documents.
         """
         shape = (len(rows), self.sequence_length)
         ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
@@ -184,12 +185,14 @@ class Collator:
                 ids[b, :n] = row.tokens
                 labels[b, :n] = ids[b, :n] if row.labels is None else row.labels
         masks: Microbatch = {}
+        tokens = [0 if row is None else len(row.tokens) for row in rows]
+        padded: Microbatch = {"row_tokens": torch.tensor(tokens)} if min(tokens) < self.sequence_length else {}
         known = [row for row in rows if row is not None]
         if self.document_end is not None or any(row.mask is not None or row.documents is not None for row in known):
             masks = self._apply_masks(ids, labels, rows)
         targets = np.full(shape, IGNORED, np.int64)
         targets[:, :-1] = labels[:, 1:]
-        return {"input_ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets), **masks}
+        return {"input_ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets), **padded, **masks}
 
     def _apply_masks(self, ids: np.ndarray, labels: np.ndarray, rows: list[Row | None]) -> Microbatch:
         """Ignore the labels of masked tokens and of documents' first tokens; return the attention mask or documents."""

@@ -34,6 +34,8 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **arguments: Any
     with following_optimizers(*modules):
         for each in modules:
             _shard_split(each, mesh, arguments)
+        if all(map(split_axis, modules)):
+            return module
         result = _fully_shard(module, mesh=mesh, **arguments)
     first = modules[0]
     assert isinstance(first, FSDPModule)

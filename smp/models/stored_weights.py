@@ -21,7 +21,8 @@ Slices = tuple[slice, ...]
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "fbgemm_fp8")  # of a quantization_config, that may be read
 FORMATS = ("float-quantized", "naive-quantized")  # of compressed-tensors
 _SCALES = ("_scale_inv", "_scale")  # behind the name of a tensor in fp8
-_UNREAD = (".input_scale", ".activation_scale", ".weight_shape")  # beside such a tensor
+# Beside such a tensor.
+_UNREAD = (".input_scale", ".input_scale_ub", ".output_scale", ".activation_scale", ".weight_shape")
 _BLOCKS, _OF_BLOCKS = "_blocks", "_scales"  # of a tensor in mxfp4
 _FP8 = {"F8_E4M3", "F8_E5M2"}
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -96,6 +97,9 @@ class _Fp8(_Decoded):
     def __init__(self, stored: Any, scales: torch.Tensor, blocks: tuple[int, int] | None):
         super().__init__(stored)
         self._scales, shape = _as_fp32(scales), stored.get_shape()
+        if len(shape) < 2:
+            self._blocks: list[int] = []
+            return
         if self._scales.dim() < 2:  # of the tensor, or of each row
             self._scales = self._scales.reshape(-1, 1) if len(shape) < 3 else self._scales.reshape(-1, 1, 1)
         sizes = zip(shape[-2:], self._scales.shape[-2:], blocks or (None, None), strict=True)
@@ -103,6 +107,8 @@ class _Fp8(_Decoded):
 
     def _read(self, index: Slices) -> torch.Tensor:
         values, scales = self._stored[index].to(torch.float32), self._scales
+        if not self._blocks:  # of a vector, for all or for each value
+            return values * (scales if scales.numel() == 1 else scales.reshape(-1)[index])
         for axis, each in enumerate(index[:-2]):  # of experts
             scales = scales[(slice(None),) * axis + (each,)] if scales.shape[axis] > 1 else scales
         for axis, each, block in zip((-2, -1), index[-2:], self._blocks, strict=True):
@@ -242,7 +248,11 @@ def _entries(index: Path, *_: int) -> tuple[dict[str, str], set[str]]:
 
 
 def _blocks_of(directory: Path) -> tuple[int, int] | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-        first, second = read_object(directory / "config.json")["quantization_config"]["weight_block_size"]
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, LookupError):
+        content = read_object(directory / "config.json")
+        found = content.get("quantization_config") or content["text_config"]["quantization_config"]
+        if "config_groups" in found:  # compressed-tensors'
+            found = next(iter(found["config_groups"].values()))["weights"]
+        first, second = found.get("weight_block_size") or found["block_structure"]
         return int(first), int(second)
     return None

@@ -18,7 +18,19 @@ from smp.json_input import read_object
 from smp.models.family import Family
 from smp.models.file_names import FileNames, Rename, file_names_of
 from smp.models.registry import family_of
-from smp.models.weight_files import directory_of, weight_map
+from smp.models.weight_files import directory_of
+
+PART_OF = "smp_part_of"  # of a text model's config: the type of the larger model that it was found in
+# Of a config that is not written: of training, and of who has written it.
+_NOT_WRITTEN = {
+    PART_OF,
+    "use_cache",
+    "architectures",
+    "dtype",
+    "transformers_version",
+    "_name_or_path",
+    "tie_word_embeddings",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +90,27 @@ def text_config(where: object, whole: Any) -> Any:
             f"{where} describes a model of several parts, and transformers has no causal language model for its text "
             f"part ({getattr(found, 'model_type', 'none')!r}), which is what is trained here: give another model"
         )
-    found.tie_word_embeddings = whole.tie_word_embeddings  # which the larger model's word decides
+    # The larger model's word decides.
+    found.tie_word_embeddings = getattr(whole, "tie_word_embeddings", getattr(found, "tie_word_embeddings", False))
     found._name_or_path = whole._name_or_path
+    setattr(found, PART_OF, whole.model_type)
     if found.dtype is None:
         found.dtype = whole.dtype
     return found
+
+
+def require_whole(hf_config: Any, content: dict[str, Any] | None, weights: object) -> None:
+    """Refuse to write a text model whose larger model is not there, given :func:`content_of_whole` of its weights.
+
+    Raises:
+        UserError: saying what can be done.
+    """
+    kind = getattr(hf_config, PART_OF, None)
+    if content is None and weights is not None and kind is not None:
+        raise UserError(
+            f"the model was found in a {kind} model, whose config.json is not at {weights}: bring that directory back, "
+            f"or write the text model alone (export_hf's text_only, --export_text_only 1, smp export --text_only)"
+        )
 
 
 def language_config(where: object, config: Any) -> Any:
@@ -131,13 +159,18 @@ def names_by(content: dict[str, Any] | None, family: Family, where: object) -> F
     return names
 
 
+def _config_of(content: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[content["model_type"]].from_dict(content)
+
+
 @functools.lru_cache(maxsize=4)
 def _names(content: str) -> tuple[PartNames, str]:
     """Return the names in a larger model's files, and the type of its text model, given its config.json."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    values = json.loads(content)
-    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    config = _config_of(json.loads(content))
     text = text_config("the larger model", config)
     family = family_of(text)
     try:
@@ -176,23 +209,24 @@ def _literal(text: str) -> str:
 
 
 def as_whole(content: dict[str, Any], text: Any) -> dict[str, Any]:
-    """Return the config.json of a larger model, given what it was and the config of its text model as it is written."""
-    found = {key: value for key, value in content.items() if key not in ("torch_dtype", "quantization_config")}
+    """Return the config.json of a larger model, given what it was and the config of its text model as it is written.
+
+    What training has changed of the text model's config is changed in it.
+    """
+    left_out = ("torch_dtype", "quantization_config")
+    found = {key: value for key, value in content.items() if key not in left_out}
+    inner = {key: value for key, value in found.get("text_config", {}).items() if key not in left_out}
+    before, after = (each.to_dict() for each in (text_config("it", _config_of(content)), text))
+    changed = {key: value for key, value in after.items() if key not in _NOT_WRITTEN and before.get(key) != value}
     dtype = str(text.dtype).removeprefix("torch.")
-    inner = {key: value for key, value in found.get("text_config", {}).items() if key != "torch_dtype"}
-    found |= {"dtype": dtype, "text_config": inner | {"dtype": dtype, "vocab_size": text.vocab_size}}
-    if not text.tie_word_embeddings:  # whose head has been untied, or was
-        found["tie_word_embeddings"] = False
-    return found
+    tied = bool(text.tie_word_embeddings)
+    if tied != bool(getattr(_config_of(content), "tie_word_embeddings", tied)) or "tie_word_embeddings" in inner:
+        inner["tie_word_embeddings"] = found["tie_word_embeddings"] = tied
+    return found | {"dtype": dtype, "text_config": inner | changed | {"dtype": dtype}}
 
 
 def passed_beside(weights: Path) -> dict[str, Path]:
-    """Return the files that belong to a larger model beside its weights and config, by name, such as processors'."""
+    """Return the files of a larger model beside its weights, config and tokenizer, by name: its processors'."""
     directory = directory_of(weights)
     assert directory is not None
-    files = {*weight_map(weights).values(), directory / "config.json"}
-    return {
-        file.name: file
-        for file in sorted(directory.iterdir())
-        if file.is_file() and file not in files and file.suffix in (".json", ".jinja", ".model", ".txt")
-    }
+    return {file.name: file for file in sorted(directory.glob("*processor*.json")) if file.is_file()}

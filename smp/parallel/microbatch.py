@@ -10,7 +10,7 @@ import torch
 class Microbatch(TypedDict, total=False):
     """The samples of one forward pass, on the host.
 
-    The data makes the first eight; each technique's ``own_part`` then takes what its rank computes, and may add an
+    The data makes the first nine; each technique's ``own_part`` then takes what its rank computes, and may add an
     argument of the model. Nothing after the data looks at token ids to find a document's end or a trained token.
 
     Attributes:
@@ -22,6 +22,7 @@ class Microbatch(TypedDict, total=False):
         document_bounds: ``(documents + 1,)`` int32, where documents begin in the flattened batch, and its end: as who
             packed the rows knows, be it by end-of-sequence tokens. The answers of a pair are two.
         longest_document: its tokens, or more.
+        row_tokens: ``(batch,)`` int64, the tokens of each row before its padding; where some are padded.
         sample_ids: ``(batch,)`` positions in the stream, -1 for a padding row.
         reference: ``(pairs, 2)``, of preferences what the data was given of each pair.
         sequences: ``(batch, sequence)`` int64, the number of each token's sequence, where sums of each are wanted.
@@ -35,6 +36,7 @@ class Microbatch(TypedDict, total=False):
     position_ids: torch.Tensor
     document_bounds: torch.Tensor
     longest_document: int
+    row_tokens: torch.Tensor
     sample_ids: torch.Tensor
     reference: torch.Tensor
     sequences: torch.Tensor
@@ -45,8 +47,8 @@ class Microbatch(TypedDict, total=False):
 
 # What is not an argument of the model.
 FOR_THE_STEP = (
-    "targets", "document_bounds", "longest_document", "sample_ids", "reference", "sequences", "sequence_tokens",
-    "chosen",
+    "targets", "document_bounds", "longest_document", "row_tokens", "sample_ids", "reference", "sequences",
+    "sequence_tokens", "chosen",
 )  # fmt: skip
 
 

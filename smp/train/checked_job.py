@@ -18,6 +18,7 @@ from smp.errors import ConfigError, Problems
 from smp.memory.limits import available_memory
 from smp.mesh import Mesh, choose_strategy, resolve_mesh
 from smp.models.model_config import ResolvedModel, resolve_model
+from smp.models.text_part import content_of_whole
 from smp.optim import optimizers
 from smp.parallel.choices import Choice
 from smp.parallel.documents import check_documents, mixes_documents
@@ -159,6 +160,8 @@ def make_job(
     mesh = problems.attempt(_lay_out, config, launch)
     if config.checkpoint.save_final_model:
         problems.attempt(model.family.file_names.check, "--save_final_model 1", "leave it out")
+    if config.checkpoint.export_text_only and (why := _why_no_text_part(config, model)):
+        problems.append(f"--export_text_only 1: {why}: leave it out")
     if mesh is None:
         raise ConfigError(problems)
     job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
@@ -173,6 +176,13 @@ def _lay_out(config: TrainConfig, launch: Launch) -> Mesh:
     return resolve_mesh(
         config.parallel, world_size=launch.world_size, local_world_size=launch.local_world_size, rank=launch.rank
     )
+
+
+def _why_no_text_part(config: TrainConfig, model: ResolvedModel) -> str | None:
+    """Return why a final model has no text model to be written alone."""
+    if (config.lora.lora_rank or config.lora.adapter_path) and not config.lora.save_merged_model:
+        return "adapters are written, not a model"
+    return None if content_of_whole(model.weights) is not None else "the model is no part of a larger one"
 
 
 def _why_one_each(data: DataConfig, model: ResolvedModel) -> str | None:

@@ -16,6 +16,7 @@ from smp.faults.nonfinite import spread_nonfinite
 from smp.loss import IGNORE_INDEX
 from smp.optim.optimizers import MixedOptimizer
 from smp.parallel.attention import document_lengths
+from smp.parallel.experts.tokens import told_row_tokens
 from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.microbatch import FOR_THE_STEP, Microbatch, to_device
@@ -124,7 +125,8 @@ def train_step(
         last = index == len(microbatches) - 1
         set_gradient_sync(model, last=last, defer=defer, keep=keep)
         enter("forward")
-        loss, for_log = objective.compute(model, microbatch, device)
+        with told_row_tokens(microbatch.get("row_tokens")):
+            loss, for_log = objective.compute(model, microbatch, device)
         record("After forward")
         if index == 0:
             counted.wait()  # overlaps with the first forward

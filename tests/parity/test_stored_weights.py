@@ -130,6 +130,31 @@ def test_scales_of_blocks_channels_and_tensors(tmp_path, shape, scales):
         assert torch.equal(content.get_slice("a.weight")[part].bfloat16(), want[part])
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "fp8"},
+        {"config_groups": {"group_0": {"weights": {"block_structure": [128, 128]}}}}, None,
+    ],
+)  # fmt: skip
+def test_the_size_of_blocks_is_the_configs_or_follows_from_the_matrix(tmp_path, method):
+    rows = 192 if method not in (None, {"quant_method": "fp8"}) else 320  # whose last block is a part of one
+    values, scales = _to_fp8(_random(rows, 128), (128, 128))
+    save_file({"a.weight": values, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    if method is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": method}))
+    with open_weights(tmp_path / "model.safetensors") as content:
+        grid = scales.repeat_interleave(128, 0)[:rows]
+        assert torch.equal(content.get_tensor("a.weight"), values.float() * grid)
+
+
+def test_a_vector_in_fp8_has_one_scale(tmp_path):
+    values = _random(8).to(torch.float8_e4m3fn)
+    save_file({"a.bias": values, "a.bias_scale": torch.tensor(0.5)}, tmp_path / "model.safetensors")
+    with open_weights(tmp_path / "model.safetensors") as content:
+        assert torch.equal(content.get_tensor("a.bias"), values.float() * 0.5)
+
+
 def test_an_export_is_in_the_training_dtype_and_names_no_quantisation(tmp_path):
     build("mixtral", torch.float32).save_pretrained(tmp_path / "d")
     _quantise(tmp_path / "d", method=FP8, change=_fp8)

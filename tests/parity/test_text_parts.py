@@ -24,8 +24,8 @@ peft = pytest.importorskip("peft")
 IDS = torch.randint(0, 90, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def _read(directory):
-    model = resolve_model(ModelConfig(hf_pretrained_model_name_or_dir=str(directory)))
+def _read(directory, **changes):
+    model = resolve_model(ModelConfig(hf_pretrained_model_name_or_dir=str(directory), **changes))
     text = build_model(model.hf_config, attn_implementation=None)
     load_pretrained_(text, directory, hf_config=model.hf_config)
     return text
@@ -89,6 +89,55 @@ def test_files_of_an_older_form_keep_their_keys_and_tensors_that_no_model_reads(
     export_hf(_read(directory), tmp_path / "out", weights=directory)
     after = load_file(tmp_path / "out/model.safetensors")
     assert after.keys() == tensors.keys() and all(torch.equal(after[key], tensors[key]) for key in after)
+
+
+def test_what_flags_change_of_the_text_model_is_in_the_larger_ones_config(tmp_path):
+    directory = wholes.save_whole("mistral3", tmp_path / "whole")
+    text = _read(directory, rotary_emb_base=1e6, sliding_window=4)
+    export_hf(text, tmp_path / "out", weights=directory)
+    assert torch.equal(_logits(AutoModelForImageTextToText.from_pretrained(tmp_path / "out")), _logits(text))
+    assert not torch.allclose(_logits(_read(directory)), _logits(text))
+
+
+def test_a_head_that_is_tied_is_tied_in_the_larger_model(tmp_path):
+    directory = wholes.save_whole("qwen3_5", tmp_path / "whole")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    text = _read(directory, tie_word_embeddings=True)
+    with torch.no_grad():
+        text.lm_head.weight.mul_(1.5)
+    export_hf(text, tmp_path / "out", weights=directory)
+    whole, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    assert torch.equal(_logits(whole), _logits(text))
+
+
+def test_a_larger_model_that_has_gone_is_missed(tmp_path):
+    directory = wholes.save_whole("gemma3", tmp_path / "whole")
+    text = _read(directory)
+    for arguments in ({"weights": tmp_path / "gone"}, {"weights": directory / "model.safetensors", "text_only": False}):
+        if arguments.get("text_only") is False:
+            (directory / "config.json").unlink()
+        with pytest.raises(UserError, match=r"found in a gemma3 model, whose config.json is not at .*: bring that"):
+            export_hf(text, tmp_path / "out", **arguments)
+    export_hf(text, tmp_path / "out", weights=directory, text_only=True)
+    assert "smp_part_of" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_files_of_the_tokenizer_and_the_weights_are_not_those_of_the_base(tmp_path):
+    directory = wholes.save_whole("gemma3", tmp_path / "whole")
+    for name in ("chat_template.jinja", "notes.txt", "model.safetensors.index.json"):
+        (directory / name).write_text("{}")
+    (directory / "model.safetensors.index.json").unlink()
+    text = _read(directory)
+    export_hf(text, tmp_path / "out", weights=directory, tokenizer_dir=tmp_path)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {
+        "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "smp_export.json"
+    }  # fmt: skip
+    with pytest.raises(UserError, match="weights"):
+        export_hf(text, tmp_path / "out", weights=tmp_path / "out")
 
 
 def test_a_larger_model_with_another_text_model_is_refused(tmp_path):

@@ -71,7 +71,7 @@ def test_padding_is_on_the_right_without_labels_and_needs_no_mask():
     batch = Collator(sequence_length=4, pad_token_id=9)([Row(np.array([5, 6])), None])
     assert batch["input_ids"].tolist() == [[5, 6, 9, 9], [9, 9, 9, 9]]
     assert batch["targets"].tolist() == [[6, -100, -100, -100], [-100] * 4]
-    assert set(batch) == {"input_ids", "targets"}
+    assert set(batch) == {"input_ids", "targets", "row_tokens"} and batch["row_tokens"].tolist() == [2, 0]
 
 
 def test_masked_tokens_leave_the_loss():

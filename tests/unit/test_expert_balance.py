@@ -19,7 +19,7 @@ from smp.parallel.experts import after_update, check_and_apply, extra_loss, metr
 from smp.parallel.experts.balance import router_of
 from smp.parallel.experts.config import ExpertsConfig
 from smp.parallel.experts.selection import CHOOSE, by_position, replace, sinkhorn
-from smp.parallel.experts.tokens import Tokens, find_tokens
+from smp.parallel.experts.tokens import Tokens, find_tokens, told_row_tokens
 from smp.parallel.technique import Setup
 from smp.train.checked_job import _needs_of_settings
 from tests import experts
@@ -175,3 +175,12 @@ def test_every_router_weighs_what_is_chosen_for_it(kind, method):
     replace(router, CHOOSE[method], experts.EXPERTS, lambda: tokens_of(2, 6))
     assert not torch.equal(router(hidden)[2], own)
     assert torch.equal(router.eval()(hidden)[2], own)
+
+
+def test_padding_of_rows_is_not_counted():
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    with told_row_tokens(torch.tensor([3, 0])):
+        tokens = find_tokens(ids, None, Role(1), Role(1))
+    assert tokens.counted.tolist() == [True, True, True, False, False, False, False, False]
+    assert tokens.add_up(torch.ones(8, 1)).tolist() == [[3.0], [0.0]]
+    assert find_tokens(ids, None, Role(1), Role(1)).counted is None

@@ -49,7 +49,7 @@ def test_conversations(tmp_path, capfd):
     (row,) = plan_of(["--overlong", "cut"], tmp_path, data=data).train_data._microbatches.source.rows(np.arange(1))
     alone = plan_of(["--pack", 0], tmp_path, data=data).train_data._microbatches
     assert len(row.documents) > 1 and len(alone.source) == 4 and alone.source.rows(np.arange(1))[0].documents is None
-    assert alone.collate(alone.source.rows(np.arange(4))).keys() == {"input_ids", "targets"}
+    assert alone.collate(alone.source.rows(np.arange(4))).keys() == {"input_ids", "targets", "row_tokens"}
     held_out = plan_of(["--validation_split", 0.25, "--validation_freq", 1], tmp_path, data=data)
     assert [len(each._microbatches.source.numbers) for each in (held_out.train_data, held_out.validation_data)] == [
         3,
@@ -69,9 +69,7 @@ def test_conversations_with_more_than_text_are_counted(tmp_path):
     file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     data = ["--dataset_type", "chat", "--training_dir", file, "--tokenizer_name_or_dir", SAMPLE / "tokenizer",
             "--chat_template", SAMPLE / "chat_template.jinja", "--vocab_size", 2048]  # fmt: skip
-    with pytest.raises(
-        ConfigError, match=r"is not text, .* \(2 samples of .*a\.jsonl have more than text\)"
-    ):
+    with pytest.raises(ConfigError, match=r"is not text, .* \(2 samples of .*a\.jsonl have more than text\)"):
         plan_of([], tmp_path, data=data)
 
 

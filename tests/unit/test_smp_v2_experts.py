@@ -11,11 +11,12 @@ import torch
 
 import smp
 from smp import api
-from smp.compat.moe import MoELayer, moe_settings, read_moe_config, sharding_advice
+from smp.compat.moe import MoELayer, moe_settings, read_moe_config, script_balance, sharding_advice
 from smp.compat.state import State
 from smp.config import ParallelConfig
 from smp.errors import UserError
 from smp.mesh import lay_out
+from smp.parallel.experts.config import ExpertsConfig
 from tests.experts import build
 from tests.reference import build_reference
 
@@ -54,10 +55,11 @@ def test_what_is_not_here_is_refused(values, sentence):
 
 
 def test_transform_takes_the_config_of_a_mixture(mixtral, monkeypatch):
-    current = SimpleNamespace(tp=None, mesh=lay_out(), moe={}, done=set(), parallel=ParallelConfig())
+    current = SimpleNamespace(tp=None, mesh=lay_out(), done=set(), parallel=ParallelConfig())
     monkeypatch.setattr(api, "_current", current)
     assert smp.transform(mixtral, config=smp.MoEConfig(moe_load_balancing="none")) is mixtral
-    assert current.moe == {"moe_load_balancing": "none", "moe_z_loss_coeff": 0.001}
+    assert script_balance(mixtral) == ExpertsConfig(moe_load_balancing="none", moe_z_loss_coeff=0.001)
+    assert not script_balance(build("mixtral", torch.float32)).adds_loss
     with pytest.raises(UserError, match=r"config is a dict: give smp\.MoEConfig"):
         smp.transform(mixtral, config={"smp_moe": True})
     dense = build_reference("llama_gqa", torch.float32)
@@ -93,7 +95,7 @@ def test_the_sharding_degree_with_smp_v2s_memory_is_named(mesh, degree):
 def test_the_losses_of_a_config_join_the_loss_that_the_model_returns(monkeypatch, caplog):
     model, ids = build("mixtral", torch.float32), torch.arange(12).view(1, 12)
     plain = model(ids, labels=ids).loss
-    current = SimpleNamespace(tp=None, mesh=lay_out(), moe={}, done=set(), parallel=ParallelConfig())
+    current = SimpleNamespace(tp=None, mesh=lay_out(), done=set(), parallel=ParallelConfig())
     monkeypatch.setattr(api, "_current", current)
     smp.transform(model, config=smp.MoEConfig(moe_load_balancing="none", moe_z_loss_coeff=10.0))
     with torch.no_grad():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,19 @@ from smp.parallel.context.functions import SequenceShard
 from smp.parallel.experts.dispatch import count
 from smp.parallel.technique import Setup
 
+# Of the forward that runs: tokens of each row before its padding, on the host; None: no row is padded.
+_row_tokens: contextvars.ContextVar[torch.Tensor | None] = contextvars.ContextVar("smp_row_tokens", default=None)
+
+
+@contextlib.contextmanager
+def told_row_tokens(tokens: torch.Tensor | None) -> Iterator[None]:
+    """Let the experts of a model not count the padding of rows, given ``(batch,)`` tokens of each before it."""
+    token = _row_tokens.set(tokens)
+    try:
+        yield
+    finally:
+        _row_tokens.reset(token)
+
 
 class Tokens(NamedTuple):
     """The tokens of a forward on a rank, in the order in which its routers get them.
@@ -28,7 +43,7 @@ class Tokens(NamedTuple):
         positions: ``(tokens,)`` int64, of each in its sequence.
         parts: consecutive tokens of each of the rank's sequences.
         first: the sequence of the first token.
-        counted: ``(tokens,)`` bool: no padding, to a length that ranks divide; None: all.
+        counted: ``(tokens,)`` bool: no padding, of rows, and to a length that ranks divide; None: all.
         roles: the ranks that have other tokens of the same sequences.
     """
 
@@ -84,6 +99,9 @@ def find_tokens(ids: torch.Tensor, shard: SequenceShard | None, cp: Role, tp: Ro
     indices = torch.arange(begin, end, device=ids.device)
     positions = columns[indices % width]
     counted = positions < length if (shard.layout.columns if shard else width) > length else None
+    if (tokens := _row_tokens.get()) is not None:
+        real = positions < tokens.to(ids.device)[indices // width]
+        counted = real if counted is None else counted & real
     roles = tuple(role for role in (cp, tp) if role.size > 1)
     return Tokens(batch, length, indices // width, positions, parts, first, counted, roles)
 
