@@ -114,15 +114,19 @@ def in_files(tensors: Iterable[FileTensor], max_shard_bytes: int) -> dict[str, l
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
+def copy_of(tensor: FileTensor) -> torch.Tensor:
+    """Return the values of a tensor that is copied from a file."""
+    assert tensor.file is not None
+    with open_weights(tensor.file) as content:
+        return content.get_tensor(tensor.key).to(tensor.dtype)
+
+
 def value_of(tensor: FileTensor, read: Read) -> torch.Tensor:
-    """Return the values of a tensor, on the CPU.
+    """Return the values of a tensor that is made of parameters, on the CPU.
 
     Args:
         read: returns all of a parameter by name.
     """
-    if tensor.file is not None:
-        with open_weights(tensor.file) as content:
-            return content.get_tensor(tensor.key).to(tensor.dtype)
     boxes = ((row, row.of_parameter(read(name).detach()).to("cpu", tensor.dtype)) for name, row in tensor.rows)
     if len(tensor.rows) == 1:
         return next(boxes)[1].contiguous()

@@ -23,6 +23,7 @@ from smp.checkpoint.file_tensors import (
     Dtype,
     FileTensor,
     Read,
+    copy_of,
     file_tensors,
     in_files,
     stored,
@@ -164,9 +165,13 @@ def _write_configs(
         shutil.copyfile(file, partial / name)
 
 
-def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor], copied: list[FileTensor], read: Read) -> None:
+def _write_with(copied: list[FileTensor], path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors with those that are copied, whose files may have gone meanwhile."""
+    _write_tensors(path, tensors | {each.key: copy_of(each) for each in copied})
+
+
+def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
-        tensors |= {each.key: value_of(each, read) for each in copied}
         write_tensors(path, [Piece(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()])
     except OSError as error:
         raise RunError(f"{path} cannot be written ({reason(error)})") from error
@@ -249,7 +254,7 @@ def _gather_and_write(
                 for name, _ in tensor.rows:
                     latest(name)
         progress()
-        _on_main(functools.partial(_write_tensors, partial / file, tensors, copied, latest))
+        _on_main(functools.partial(_write_with, copied, partial / file, tensors))
         if file in files:
             weight_map.update({tensor.key: file for tensor in group})
             total_size += sum(tensor.nbytes for tensor in group)
@@ -281,9 +286,7 @@ def _tied_as_weights(hf_config: Any, family: Family, parameters: Mapping[str, to
     return hf_config
 
 
-def _whole_of(
-    weights: pathlib.Path | str | None, hf_config: Any
-) -> tuple[dict[str, Any] | None, dict[str, pathlib.Path]]:
+def _whole_of(weights: Any, hf_config: Any) -> tuple[dict[str, Any] | None, dict[str, pathlib.Path]]:
     """Return the config.json of the larger model that weights are of, and the files beside it; None: there is none."""
     if weights is None:
         return None, {}
