@@ -14,7 +14,7 @@ from smp.parallel.technique import Setup
 from tests.zoo import tiny_config
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "diffllama"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "diffllama", "gpt_oss", "minicpm3", "gemma2"])
 def test_attention_of_the_registry_is_taken(model_type):
     assert misfit(tiny_config(model_type)) is None
 
@@ -31,11 +31,9 @@ LONGROPE = {
         ("gptj", {}, "its blocks call none of the attention functions in transformers' registry"),
         ("bloom", {}, "its blocks call none of the attention functions in transformers' registry"),
         ("falcon", {"alibi": True}, "its blocks call none of the attention functions in transformers' registry"),
-        ("gemma2", {}, "its attention function takes softcap, which changes the scores"),
         ("doge", {}, "it makes masks of its own"),
         ("nemotron", {}, "its blocks do not hand on keywords to the attention function"),
         ("stablelm", {}, "its blocks do not hand on keywords to the attention function"),
-        ("minicpm3", {}, "its values are of another width than its queries"),
         ("mamba", {}, "tokens meet outside of attention (it has linear_attention layers)"),
         (
             "lfm2",

@@ -16,8 +16,8 @@ from smp.parallel.attention import WIDEST_HEAD, window_of
 from smp.parallel.context.attention import SHARD
 from smp.parallel.documents import mixes_tokens
 
-# Arguments of attention functions that change its scores; `sliding_window` is honoured.
-_SCORES = ("softcap", "s_aux", "position_bias", "alibi", "attn_bias")
+# Arguments of attention functions that change its scores; `sliding_window`, `s_aux` and `softcap` are honoured.
+_SCORES = ("position_bias", "alibi", "attn_bias")
 _BY_LENGTH = ("dynamic", "longrope")
 _NONE = "its blocks call none of the attention functions in transformers' registry"
 
@@ -61,7 +61,8 @@ def misfit(hf_config: Any, *, on_gpu: bool = False) -> str | None:
         return _NONE
     if len(calls) % blocks:
         return f"{blocks} blocks call transformers' attention functions {len(calls)} times"
-    width = next((width for call in calls if (width := call["query"].shape[-1]) % 8 or width > WIDEST_HEAD), None)
+    widths = (max(call[name].shape[-1] for name in ("query", "value")) for call in calls)
+    width = next((width for width in widths if width % 8 or width > WIDEST_HEAD), None)
     if on_gpu and width is not None:
         return (
             f"GPUs' kernels of attention take heads of a width that 8 divides, up to {WIDEST_HEAD}, and it is {width}"
@@ -88,8 +89,6 @@ def _unfit(call: dict[str, Any], index: int, hf_config: Any, shard: object, leng
         return f"its attention function takes {name}, which changes the scores"
     if len({call[name].shape[2] for name in ("query", "key", "value")} | {length}) != 1:
         return "its queries and keys are not of the same tokens"
-    if call["query"].shape[-1] != call["value"].shape[-1]:
-        return "its values are of another width than its queries"
     types = getattr(hf_config, "layer_types", None) or []
     kind = types[index] if index < len(types) else "sliding_attention" if window_of(hf_config) else "full_attention"
     windows = kind == "sliding_attention", call.get("sliding_window") is not None
