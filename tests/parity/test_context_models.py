@@ -14,6 +14,9 @@ MODELS = [
     "gpt_oss",  # sinks
     "minicpm3",  # values narrower than queries
     "gemma2",  # capped scores
+    "qwen3_next",  # linear attention with convolutions
+    "minimax",  # and without
+    "recurrent_gemma",  # positions restart its state
 ]
 
 

@@ -14,7 +14,21 @@ from smp.parallel.technique import Setup
 from tests.zoo import tiny_config
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "diffllama", "gpt_oss", "minicpm3", "gemma2"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama",
+        "gpt2",
+        "gemma3_text",
+        "diffllama",
+        "gpt_oss",
+        "minicpm3",
+        "gemma2",
+        "lfm2",
+        "minimax",
+        "recurrent_gemma",
+    ],
+)
 def test_attention_of_the_registry_is_taken(model_type):
     assert misfit(tiny_config(model_type)) is None
 
@@ -34,11 +48,11 @@ LONGROPE = {
         ("doge", {}, "it makes masks of its own"),
         ("nemotron", {}, "its blocks do not hand on keywords to the attention function"),
         ("stablelm", {}, "its blocks do not hand on keywords to the attention function"),
-        ("mamba", {}, "tokens meet outside of attention (it has linear_attention layers)"),
+        ("mamba", {}, "its blocks are not given the keywords of its forward"),
         (
-            "lfm2",
-            {"layer_types": ["conv", "full_attention"] * 2},
-            "tokens meet outside of attention (it has conv layers)",
+            "llama",
+            {"layer_types": ["compressed", "full_attention"] * 2},
+            "tokens meet outside of attention (it has compressed layers)",
         ),
         (
             "llama",
@@ -66,6 +80,16 @@ def test_others_are_refused_with_a_reason(model_type, changes, sentence):
 def refusals(hf_config, *, device="cuda", dtype=torch.bfloat16):
     settings = Settings((ParallelConfig(context_parallel_degree=2, cp_comm_type="all_gather"),))
     return problems(hf_config, Setup(family_of(hf_config), lay_out(1, 2, cp=2), settings, dtype, device))
+
+
+def test_layers_of_all_tokens_are_refused_beside_tensor_parallelism():
+    settings = Settings((ParallelConfig(context_parallel_degree=2, cp_comm_type="all_gather"),))
+    config = tiny_config("lfm2")
+    setup = Setup(family_of(config), lay_out(1, 2, cp=2, tp=2), settings, torch.float32, "cpu")
+    assert problems(config, setup) == [
+        "--context_parallel_degree 2 gathers all tokens of a sequence for layers that mix them outside of attention "
+        "(it has conv layers), which --tensor_parallel_degree 2 would split once more: use --tensor_parallel_degree 1"
+    ]
 
 
 @pytest.mark.parametrize("width", [12, 264])

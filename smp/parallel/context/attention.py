@@ -28,6 +28,15 @@ def splits_sequences(module: nn.Module) -> bool:
     return any(str(getattr(config, "_attn_implementation", None)).startswith(name_of("")) for config in configs)
 
 
+def no_part() -> UserError:
+    """Return the refusal of a batch that was not cut."""
+    return UserError(
+        "under context parallelism a model takes a rank's part of a batch: call "
+        "model(**smp.shard_sequence(batch)) in the training step and in the validation, with a batch such as "
+        "{'input_ids': ids, 'labels': ids}; to generate, export the model, or use context_parallel_degree 1"
+    )
+
+
 def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
     extra = width - tensor.shape[-1]
     return F.pad(tensor, (0, extra)) if extra else tensor
@@ -62,11 +71,7 @@ def _attend(
         UserError: the model was not given a part of a batch, or computes in a dtype that the kernels do not have.
     """
     if sequence_shard is None:
-        raise UserError(
-            "under context parallelism a model takes a rank's part of a batch: call "
-            "model(**smp.shard_sequence(batch)) in the training step and in the validation, with a batch such as "
-            "{'input_ids': ids, 'labels': ids}; to generate, export the model, or use context_parallel_degree 1"
-        )
+        raise no_part()
     if attention_mask is not None:
         raise UserError("under context parallelism a model takes no attention_mask: leave it out")
     if query.is_cuda and query.dtype not in GPU_DTYPES:

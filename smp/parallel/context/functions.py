@@ -106,13 +106,13 @@ class Attention(NamedTuple):
         return sums
 
 
-def _in_order(parts: Sequence[torch.Tensor], layout: SequenceLayout, dim: int) -> torch.Tensor:
+def in_order(parts: Sequence[torch.Tensor], layout: SequenceLayout, dim: int) -> torch.Tensor:
     """Put the ranks' tokens, along ``dim``, in the order of the columns."""
     pieces = [parts[rank].narrow(dim, first, last - first) for rank, _, (first, last) in layout.in_order]
     return torch.cat(pieces, dim)
 
 
-def _by_rank(full: torch.Tensor, layout: SequenceLayout, dim: int, dtype: torch.dtype) -> torch.Tensor:
+def by_rank(full: torch.Tensor, layout: SequenceLayout, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the columns of each rank, along ``dim``: ``(ranks, ...)``."""
     shape = list(full.shape)
     shape[dim] //= len(layout.ranges)
@@ -157,7 +157,7 @@ class GatheredAttention(Function):
         seen = attention.seen(attention.shard.own, attention.shard.full)
         sums = attention.gradients(gradient, query, full, found, seen)
         del full
-        parts = _by_rank(sums.key_value, attention.shard.layout, 3, key.dtype)
+        parts = by_rank(sums.key_value, attention.shard.layout, 3, key.dtype)
         own = parts.new_empty(parts.shape[1:])
         reduce_scatter_single(own.view(-1), parts.view(-1), group=attention.shard.role.group)
         return sums.query.to(query.dtype), own[0], own[1], None, gradient_of_sinks(gradient, found, sinks)
@@ -167,7 +167,7 @@ def _gather(key_value: torch.Tensor, attention: Attention) -> torch.Tensor:
     """Gather keys and values ``(2, batch, heads, tokens, width)`` of all ranks, in the order of the columns."""
     parts = key_value.new_empty(attention.shard.role.size, *key_value.shape)
     all_gather_single(parts.view(-1), key_value.view(-1), group=attention.shard.role.group)
-    return _in_order(parts.unbind(), attention.shard.layout, 3)
+    return in_order(parts.unbind(), attention.shard.layout, 3)
 
 
 class RingAttention(Function):
@@ -284,12 +284,12 @@ def _to_heads(tensors: list[torch.Tensor], attention: Attention) -> torch.Tensor
     by_rank = zip(*(tensor.chunk(size, 1) for tensor in tensors), strict=True)
     sent = torch.cat([part for parts in by_rank for part in parts], 1).unflatten(1, (size, -1)).transpose(0, 1)
     received = _all_to_all(sent.contiguous(), attention.shard.role)
-    return _in_order(received.unbind(), attention.shard.layout, 2)
+    return in_order(received.unbind(), attention.shard.layout, 2)
 
 
 def _to_tokens(full: torch.Tensor, heads: list[int], attention: Attention) -> list[torch.Tensor]:
     """Undo :func:`_to_heads` of tensors of which each rank has these heads; they lie in the order of the tokens."""
-    received = _all_to_all(_by_rank(full, attention.shard.layout, 2, full.dtype), attention.shard.role)
+    received = _all_to_all(by_rank(full, attention.shard.layout, 2, full.dtype), attention.shard.role)
     parts = received.transpose(2, 3).split(heads, 3)
     return [torch.cat(part.unbind(), 2).transpose(1, 2) for part in parts]
 
