@@ -10,13 +10,20 @@ from tests.distributed import run_distributed
 from tests.model_checks import Reference, assert_same_training, build_reference
 from tests.reference import Layout
 
+# Type and changes; what is in them.
 MODELS = [
-    "gpt_oss",  # sinks
-    "minicpm3",  # values narrower than queries
-    "gemma2",  # capped scores
-    "qwen3_next",  # linear attention with convolutions
-    "minimax",  # and without
-    "recurrent_gemma",  # positions restart its state
+    ("gpt_oss", {}),  # sinks
+    ("minicpm3", {}),  # values narrower than queries
+    ("gemma2", {}),  # capped scores
+    ("qwen3_next", {}),  # linear attention and convolutions, by heads and channels
+    *(
+        pytest.param(*each, marks=pytest.mark.full)
+        for each in (
+            ("qwen3_next", {"linear_num_key_heads": 1}),  # which no ranks divide
+            ("minimax", {}),  # linear attention of all tokens
+            ("recurrent_gemma", {}),  # a state that positions restart
+        )
+    ),
 ]
 
 
@@ -25,7 +32,7 @@ def _check(reference: Reference, cp: int) -> None:
         assert_same_training(reference, Layout("full_shard", cp=cp, exchange=comm_type, checkpointing=True))
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(("model_type", "changes"), MODELS)
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_cp_comm_type_trains_like_one_process(model_type, cp):
-    run_distributed(_check, build_reference(model_type), cp, world_size=cp)
+def test_every_cp_comm_type_trains_like_one_process(model_type, changes, cp):
+    run_distributed(_check, build_reference(model_type, **changes), cp, world_size=cp)

@@ -271,7 +271,7 @@ def _split(full: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     return full[:, :heads], full[:, heads:].unflatten(1, (2, -1)).transpose(0, 1)
 
 
-def _all_to_all(sent: torch.Tensor, role: Role) -> torch.Tensor:
+def all_to_all(sent: torch.Tensor, role: Role) -> torch.Tensor:
     """Redistribute ``(ranks, ...)``, of which each rank gets its entry."""
     received = torch.empty_like(sent)
     dist.all_to_all_single(received.view(-1), sent.view(-1), group=role.group)
@@ -283,13 +283,13 @@ def _to_heads(tensors: list[torch.Tensor], attention: Attention) -> torch.Tensor
     size = attention.shard.role.size
     by_rank = zip(*(tensor.chunk(size, 1) for tensor in tensors), strict=True)
     sent = torch.cat([part for parts in by_rank for part in parts], 1).unflatten(1, (size, -1)).transpose(0, 1)
-    received = _all_to_all(sent.contiguous(), attention.shard.role)
+    received = all_to_all(sent.contiguous(), attention.shard.role)
     return in_order(received.unbind(), attention.shard.layout, 2)
 
 
 def _to_tokens(full: torch.Tensor, heads: list[int], attention: Attention) -> list[torch.Tensor]:
     """Undo :func:`_to_heads` of tensors of which each rank has these heads; they lie in the order of the tokens."""
-    received = _all_to_all(by_rank(full, attention.shard.layout, 2, full.dtype), attention.shard.role)
+    received = all_to_all(by_rank(full, attention.shard.layout, 2, full.dtype), attention.shard.role)
     parts = received.transpose(2, 3).split(heads, 3)
     return [torch.cat(part.unbind(), 2).transpose(1, 2) for part in parts]
 

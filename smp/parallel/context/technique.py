@@ -19,7 +19,7 @@ from smp.parallel.context.attention import name_of, register
 from smp.parallel.context.batch import cut
 from smp.parallel.context.fit import gathers, misfit
 from smp.parallel.context.kernels import GPU_DTYPES
-from smp.parallel.context.mixers import gather_for_mixers
+from smp.parallel.context.mixers import split_mixers
 from smp.parallel.microbatch import Microbatch
 from smp.parallel.technique import Sent, Setup, Traffic, model_blocks
 
@@ -91,7 +91,7 @@ def choose(situation: Situation) -> Iterator[Choice]:
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the blocks attend over the ranks of a sequence, unless they do so already."""
     if setup.mesh.cp.size > 1 and not is_split(model):
-        gather_for_mixers(model_blocks(model, setup.family), model.config)
+        split_mixers(model_blocks(model, setup.family), model.config)
         split_sequences(model, cast(str, setup.settings[Config].cp_comm_type))
 
 
