@@ -19,7 +19,8 @@ MODELS = [
     *(
         pytest.param(*each, marks=pytest.mark.full)
         for each in (
-            ("qwen3_next", {"linear_num_key_heads": 1}),  # which no ranks divide
+            ("qwen3_next", {"linear_num_key_heads": 3, "linear_num_value_heads": 3}),  # which the ranks do not divide
+            ("nemotron_h", {}),  # two groups of heads, each of which two of four ranks share
             ("minimax", {}),  # linear attention of all tokens
             ("recurrent_gemma", {}),  # a state that positions restart
         )

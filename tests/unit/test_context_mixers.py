@@ -38,7 +38,13 @@ CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 
 @pytest.mark.parametrize(
     ("model_type", "names"),
-    [("lfm2", {CONVOLUTION}), ("qwen3_next", {CONVOLUTION, DELTA_RULE}), ("bamba", set()), ("minimax", set())],
+    [
+        ("lfm2", {CONVOLUTION}),
+        ("qwen3_next", {CONVOLUTION, DELTA_RULE}),
+        ("bamba", {CONVOLUTION, "mamba2_chunk_scan"}),
+        ("jamba", set()),
+        ("minimax", set()),
+    ],
 )
 def test_layers_of_known_functions_are_split_and_others_gather(model_type, names):
     config = tiny_config(model_type)

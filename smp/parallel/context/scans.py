@@ -2,7 +2,8 @@
 
 transformers' layers call functions of their module for what mixes tokens, and the rest of such a layer is of single
 tokens. All that these functions are given is redistributed with all_to_all, from the tokens of a rank to its heads or
-channels, and their output back; where the ranks do not divide those, each gathers all tokens and computes all of them.
+channels, and their output back. A group of heads that several ranks share is gathered by them; where the ranks do not
+divide the heads, each gathers all tokens and computes all of them.
 
 =======  ===================================================
 forward  1 all_to_all of each argument, and 1 of the output
@@ -35,13 +36,18 @@ _AXES = {
     "causal_conv1d_fn": (2, 1),
     "torch_chunk_gated_delta_rule": (1, 2),
     "chunk_kimi_delta_attention": (1, 2),
+    "mamba2_chunk_scan": (1, 2),
 }
+# Convolves, scans and projects in one kernel, or gives None where there is none and those are called after it.
+_FUSED = "mamba2_split_conv1d_scan_combined"
 # Of single tokens, or called with a cache alone.
 _OTHERS = {
     "apply_mask_to_padding_states",
     "causal_conv1d_update",
     "torch_recurrent_gated_delta_rule",
     "recurrent_kimi_delta_attention",
+    "mamba2_selective_state_update",
+    _FUSED,
 }
 
 
@@ -64,9 +70,10 @@ def functions_of(layer: nn.Module) -> set[str]:
 def install(layer: nn.Module, names: set[str]) -> None:
     """Let the functions of a layer's module redistribute their arguments within :func:`splitting`."""
     functions = inspect.unwrap(type(layer).forward).__globals__
-    for name in names:
+    for name in {*names, _FUSED} & functions.keys():
         if not hasattr(functions[name], "_smp_splits"):
-            functions[name] = _splitting(functions[name], name)
+            functions[name] = (_left_out if name == _FUSED else _splitting)(functions[name], name)
+            functions[name]._smp_splits = True
 
 
 @contextlib.contextmanager
@@ -86,36 +93,63 @@ def splitting(shard: SequenceShard, names: set[str]) -> Iterator[None]:
         raise RuntimeError(f"a layer has not called {sorted(names - running.called)}, by which it mixes tokens")
 
 
-def _splitting(function: Any, name: str) -> Any:
-    tokens, parts = _AXES[name]
+def _left_out(function: Any, name: str) -> Any:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if _running.get() is None else None
 
+    return called
+
+
+def _splitting(function: Any, name: str) -> Any:
     @functools.wraps(function)
     def split(*args: Any, **kwargs: Any) -> Any:
         running = _running.get()
         if running is None:
             return function(*args, **kwargs)
         running.called.add(name)
-        shard, size = running.shard, running.shard.role.size
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        divides = all(each.shape[parts] % size == 0 for each in given if each.ndim > 2)
+        how = _How(running.shard, *_AXES[name], [*args, *kwargs.values()])
+        found = function(*map(how.before, args), **{key: how.before(value) for key, value in kwargs.items()})
+        return tree_map(how.after, found)
 
-        def before(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if value.ndim > 2:
-                return _ToParts.apply(value, shard, tokens, parts) if divides else gather(value, shard, tokens)
-            return value.chunk(size)[shard.role.rank] if divides else value
-
-        def after(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return _ToTokens.apply(value, shard, tokens, parts) if divides else take(value, shard, tokens)
-
-        found = function(*map(before, args), **{key: before(value) for key, value in kwargs.items()})
-        return tree_map(after, found)
-
-    split._smp_splits = True  # type: ignore[attr-defined]
     return split
+
+
+class _How:
+    """How the arguments and the output of a function are redistributed.
+
+    Attributes:
+        tokens, parts: the axes of tokens, and of heads or channels.
+        divides: whether each rank gets as many heads or channels, in groups of which it has some, or a part of one.
+    """
+
+    def __init__(self, shard: SequenceShard, tokens: int, parts: int, given: list[Any]):
+        self.shard, self.tokens, self.parts = shard, tokens, parts
+        size = shard.role.size
+        counts = [each.shape[parts] for each in given if isinstance(each, torch.Tensor) and each.ndim > 2]
+        self.divides = max(counts) % size == 0 and all(n % size == 0 or size % n == 0 for n in counts)
+
+    def before(self, value: Any) -> Any:
+        """Return an argument with all tokens, and this rank's heads or channels."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        role = self.shard.role
+        if value.ndim <= 2:  # a parameter
+            return value.chunk(role.size)[role.rank] if self.divides else value
+        count = value.shape[self.parts]
+        if self.divides and count % role.size == 0:
+            return _ToParts.apply(value, self.shard, self.tokens, self.parts)
+        full = gather(value, self.shard, self.tokens)
+        # A group of heads that several ranks share.
+        return full.narrow(self.parts, role.rank * count // role.size, 1) if self.divides else full
+
+    def after(self, value: Any) -> Any:
+        """Return an output with this rank's tokens, and all heads or channels."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if self.divides:
+            return _ToTokens.apply(value, self.shard, self.tokens, self.parts)
+        return take(value, self.shard, self.tokens)
 
 
 def gather(own: torch.Tensor, shard: SequenceShard, axis: int) -> torch.Tensor:
