@@ -33,9 +33,8 @@ _NONE = "its blocks call none of the attention functions in transformers' regist
 
 
 def _model_of(hf_config: Any) -> nn.Module:
-    """Build the model on the meta device, in the dtype of what its modules make anew."""
     with torch.device("meta"):
-        return build_model(hf_config, attn_implementation="eager").to(torch.get_default_dtype())
+        return build_model(hf_config, attn_implementation="eager")
 
 
 def gathers(hf_config: Any) -> str | None:
