@@ -82,13 +82,13 @@ def refusals(hf_config, *, device="cuda", dtype=torch.bfloat16):
     return problems(hf_config, Setup(family_of(hf_config), lay_out(1, 2, cp=2), settings, dtype, device))
 
 
-def test_layers_of_all_tokens_are_refused_beside_tensor_parallelism():
+def test_layers_that_mix_tokens_are_refused_beside_tensor_parallelism():
     settings = Settings((ParallelConfig(context_parallel_degree=2, cp_comm_type="all_gather"),))
     config = tiny_config("lfm2")
     setup = Setup(family_of(config), lay_out(1, 2, cp=2, tp=2), settings, torch.float32, "cpu")
     assert problems(config, setup) == [
-        "--context_parallel_degree 2 gathers all tokens of a sequence for layers that mix them outside of attention "
-        "(it has conv layers), which --tensor_parallel_degree 2 would split once more: use --tensor_parallel_degree 1"
+        "--context_parallel_degree 2: layers that mix tokens outside of attention (it has conv layers) are not split "
+        "by tensor parallelism as well: use --tensor_parallel_degree 1"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Check that tokens meet in attention alone, which context parallelism replaces, and in layers of all tokens."""
+"""Check that tokens meet only where context parallelism communicates: in attention, and in layers that it splits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,8 @@ from smp.parallel.documents import mixes_tokens
 # Arguments of attention functions that change its scores; `sliding_window`, `s_aux` and `softcap` are honoured.
 _SCORES = ("position_bias", "alibi", "attn_bias")
 _BY_LENGTH = ("dynamic", "longrope")
-_ATTENTION = (
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "attention",
-)  # among transformers' layer types
+# Among transformers' layer types.
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _OF_SINGLE_TOKENS = ("mlp", "moe")
 _LENGTH = 6  # tokens of the forward
 _NONE = "its blocks call none of the attention functions in transformers' registry"
@@ -37,8 +33,8 @@ def _model_of(hf_config: Any) -> nn.Module:
         return build_model(hf_config, attn_implementation="eager")
 
 
-def gathers(hf_config: Any) -> str | None:
-    """Return which layers of a model all tokens of a sequence are gathered for, if there are such layers."""
+def mixing(hf_config: Any) -> str | None:
+    """Return what, besides attention, carries something from one token to another, if there is such a thing."""
     return mixes_tokens(_model_of(hf_config))
 
 

@@ -48,9 +48,10 @@ def split_mixers(blocks: Sequence[nn.Module], hf_config: Any) -> None:
         if mixers := mixers_of(block, kind):
             block.forward = _told(block.forward)  # type: ignore[method-assign]
         for mixer in mixers:
-            names = functions_of(mixer)
-            install(mixer, names)
-            mixer.forward = _split(mixer.forward, names) if names else _gathered(mixer.forward)  # type: ignore[method-assign]
+            forward = mixer.forward
+            if names := functions_of(mixer):
+                install(mixer, names)
+            mixer.forward = _split(forward, names) if names else _gathered(forward)  # type: ignore[method-assign]
 
 
 def _told(forward: Any) -> Any:

@@ -15,8 +15,10 @@ Source: the redistribution is that of Jacobs et al., DeepSpeed Ulysses, arXiv:23
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
+import dis
 import functools
 import inspect
 from collections.abc import Iterator
@@ -44,6 +46,7 @@ _FUSED = "mamba2_split_conv1d_scan_combined"
 _OTHERS = {
     "apply_mask_to_padding_states",
     "causal_conv1d_update",
+    "fix_query_key_value_ordering",
     "torch_recurrent_gated_delta_rule",
     "recurrent_kimi_delta_attention",
     "mamba2_selective_state_update",
@@ -60,11 +63,19 @@ _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("smp_
 
 
 def functions_of(layer: nn.Module) -> set[str]:
-    """Return the functions by which a layer mixes tokens; empty: they are not all known."""
+    """Return the functions by which a layer mixes tokens; empty: it calls some that are not known."""
     forward = inspect.unwrap(type(layer).forward)
-    called = {name for name in forward.__code__.co_names if inspect.isfunction(forward.__globals__.get(name))}
-    known = called & _AXES.keys()
-    return known if called <= known | _OTHERS else set()
+    loaded = collections.defaultdict(set)
+    for each in dis.get_instructions(forward):
+        loaded["global" if each.opname == "LOAD_GLOBAL" else "attribute"].add(str(each.argval))
+    functions = {name for name in loaded["global"] if _is_function(forward.__globals__.get(name))}
+    methods = {name for name in loaded["attribute"] - set(dir(nn.Module)) if _is_function(getattr(layer, name, None))}
+    known = functions & _AXES.keys()
+    return known if functions | methods <= known | _OTHERS else set()
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (type, nn.Module))
 
 
 def install(layer: nn.Module, names: set[str]) -> None:

@@ -17,7 +17,7 @@ from smp.parallel import attention
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import name_of, register
 from smp.parallel.context.batch import cut
-from smp.parallel.context.fit import gathers, misfit
+from smp.parallel.context.fit import misfit, mixing
 from smp.parallel.context.kernels import GPU_DTYPES
 from smp.parallel.context.mixers import split_mixers
 from smp.parallel.microbatch import Microbatch
@@ -48,10 +48,10 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
         found.append(f"{flag}: attention's kernels on GPUs compute in bf16, and --bf16 is 0: use --bf16 1")
     if why := misfit(hf_config, on_gpu=on_gpu):
         found.append(f"{flag}: {why}: use --context_parallel_degree 1")
-    elif setup.mesh.tp.size > 1 and (why := gathers(hf_config)):
+    elif setup.mesh.tp.size > 1 and (why := mixing(hf_config)):
         found.append(
-            f"{flag} gathers all tokens of a sequence for layers that mix them outside of attention ({why}), which "
-            f"--tensor_parallel_degree {setup.mesh.tp.size} would split once more: use --tensor_parallel_degree 1"
+            f"{flag}: layers that mix tokens outside of attention ({why}) are not split by tensor parallelism as "
+            f"well: use --tensor_parallel_degree 1"
         )
     heads = getattr(hf_config, "num_attention_heads", 0) or 0
     if config.cp_comm_type == "all_to_all" and heads // setup.mesh.tp.size % cp:
