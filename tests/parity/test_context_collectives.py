@@ -183,7 +183,7 @@ def whole(model: nn.Module, batch: dict[str, torch.Tensor], mesh: Mesh) -> tuple
     for tensor in (logits.detach(), *torch.autograd.grad(logits.square().sum(), embedded)):
         parts = [torch.empty_like(tensor) for _ in range(mesh.cp.size)]
         dist.all_gather(parts, tensor.contiguous(), group=mesh.cp.group)
-        found.append(exchanges._in_order(parts, own["sequence_shard"].layout, 1)[:, :LENGTH])
+        found.append(exchanges.in_order(parts, own["sequence_shard"].layout, 1)[:, :LENGTH])
     return found[0], found[1]
 
 

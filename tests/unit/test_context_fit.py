@@ -14,7 +14,21 @@ from smp.parallel.technique import Setup
 from tests.zoo import tiny_config
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "diffllama"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama",
+        "gpt2",
+        "gemma3_text",
+        "diffllama",
+        "gpt_oss",
+        "minicpm3",
+        "gemma2",
+        "lfm2",
+        "minimax",
+        "recurrent_gemma",
+    ],
+)
 def test_attention_of_the_registry_is_taken(model_type):
     assert misfit(tiny_config(model_type)) is None
 
@@ -31,16 +45,14 @@ LONGROPE = {
         ("gptj", {}, "its blocks call none of the attention functions in transformers' registry"),
         ("bloom", {}, "its blocks call none of the attention functions in transformers' registry"),
         ("falcon", {"alibi": True}, "its blocks call none of the attention functions in transformers' registry"),
-        ("gemma2", {}, "its attention function takes softcap, which changes the scores"),
         ("doge", {}, "it makes masks of its own"),
         ("nemotron", {}, "its blocks do not hand on keywords to the attention function"),
         ("stablelm", {}, "its blocks do not hand on keywords to the attention function"),
-        ("minicpm3", {}, "its values are of another width than its queries"),
-        ("mamba", {}, "tokens meet outside of attention (it has linear_attention layers)"),
+        ("mamba", {}, "its blocks are not given the keywords of its forward"),
         (
-            "lfm2",
-            {"layer_types": ["conv", "full_attention"] * 2},
-            "tokens meet outside of attention (it has conv layers)",
+            "llama",
+            {"layer_types": ["compressed", "full_attention"] * 2},
+            "tokens meet outside of attention (it has compressed layers)",
         ),
         (
             "llama",
@@ -68,6 +80,16 @@ def test_others_are_refused_with_a_reason(model_type, changes, sentence):
 def refusals(hf_config, *, device="cuda", dtype=torch.bfloat16):
     settings = Settings((ParallelConfig(context_parallel_degree=2, cp_comm_type="all_gather"),))
     return problems(hf_config, Setup(family_of(hf_config), lay_out(1, 2, cp=2), settings, dtype, device))
+
+
+def test_layers_that_mix_tokens_are_refused_beside_tensor_parallelism():
+    settings = Settings((ParallelConfig(context_parallel_degree=2, cp_comm_type="all_gather"),))
+    config = tiny_config("lfm2")
+    setup = Setup(family_of(config), lay_out(1, 2, cp=2, tp=2), settings, torch.float32, "cpu")
+    assert problems(config, setup) == [
+        "--context_parallel_degree 2: layers that mix tokens outside of attention (it has conv layers) are not split "
+        "by tensor parallelism as well: use --tensor_parallel_degree 1"
+    ]
 
 
 @pytest.mark.parametrize("width", [12, 264])

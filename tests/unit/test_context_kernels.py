@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from smp.parallel.context import kernels
+from smp.parallel.context import capped, kernels
 from smp.parallel.context import layout as layouts
-from smp.parallel.context.kernels import Attended, Gradients, Seen, empty_result, wide
+from smp.parallel.context.kernels import Attended, Gradients, Scores, Seen, empty_result, wide
 from smp.parallel.context.layout import Range, SequenceLayout, find_spans, split_columns
 from tests.unit.test_context_layout import columns_of
 
 BATCH, HEADS, WIDTH, RANKS = 2, 4, 8, 4
-SCALE = 0.3
+SCORES = Scores(0.3)
 CP_COMM_TYPES = ["all_gather", "p2p", "all_to_all"]
 
 
@@ -30,6 +30,7 @@ class Case:
     starts: tuple[tuple[int, ...], ...] = ((0,),)
     window: int | None = None
     key_heads: int = 2
+    scores: Scores = SCORES
 
     @property
     def layout(self) -> SequenceLayout:
@@ -46,6 +47,12 @@ CASES = {
     "window of several parts": Case(window=22, balanced=False),
     "window and documents": Case(window=9, starts=DOCUMENTS),
     "window of one": Case(window=1),
+}
+CAP = Scores(0.3, cap=1.5)
+CAPPED = {
+    "capped": Case(scores=CAP, key_heads=1),
+    "capped, consecutive": Case(scores=CAP, balanced=False),
+    "capped, window and documents": Case(scores=CAP, window=9, starts=DOCUMENTS),
 }
 
 
@@ -70,7 +77,10 @@ def dense(case: Case, query: torch.Tensor, key_value: torch.Tensor) -> tuple[tor
         seen = seen & (columns[:, None] - columns < case.window)
     seen = seen & (document[:, :, None] == document[:, None])
     key, value = key_value.repeat_interleave(HEADS // case.key_heads, 2)
-    scores = (query @ key.mT * SCALE).masked_fill(~seen[:, None], -math.inf)
+    scores = query @ key.mT * case.scores.scale
+    if case.scores.cap is not None:
+        scores = torch.tanh(scores / case.scores.cap) * case.scores.cap
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
@@ -85,10 +95,10 @@ def calls_of(case: Case, exchange: str) -> list[tuple[tuple[Range, ...], list[tu
 
 
 def run(
-    case: Case, exchange: str, dtype: torch.dtype = torch.float64, device: str = "cpu"
+    case: Case, exchange: str, dtype: torch.dtype = torch.float64, where: str = "in_pieces"
 ) -> tuple[Attended, Gradients]:
     """Outputs of all ranks, and gradients added up over them, in the order of the columns."""
-    attend, add_gradients = (getattr(kernels, f"_{name}_on_{device}") for name in ("attend", "add_gradients"))
+    attend, add_gradients = (getattr(kernels, f"_{name}_{where}") for name in ("attend", "add_gradients"))
     query, key_value, gradient = inputs_of(case, dtype)
     found = Attended(torch.full_like(query, math.nan, dtype=wide(dtype)), query[..., 0].to(wide(dtype)) * math.nan)
     total = Gradients(torch.zeros_like(query, dtype=wide(dtype)), torch.zeros_like(key_value, dtype=wide(dtype)))
@@ -100,13 +110,13 @@ def run(
         ]
         result = empty_result(part)
         for columns, what in seen:
-            attend(result, part, key_value[:, :, :, columns], what, SCALE)
+            attend(result, part, key_value[:, :, :, columns], what, case.scores)
         found.out[:, :, places], found.lse[:, :, places] = result.out, result.lse
         kept = Attended(result.out.to(dtype), result.lse)
         for columns, what in seen:
             keys = key_value[:, :, :, columns]
             sums = Gradients(torch.zeros_like(part, dtype=wide(dtype)), torch.zeros_like(keys, dtype=wide(dtype)))
-            add_gradients(sums, gradient[:, :, places], part, keys, kept, what, SCALE)
+            add_gradients(sums, gradient[:, :, places], part, keys, kept, what, case.scores)
             total.query[:, :, places] += sums.query
             total.key_value[:, :, :, columns] += sums.key_value
     return found, total
@@ -143,21 +153,46 @@ def errors(case: Case, found: Attended, gradients: Gradients) -> dict[str, float
 def block(request, monkeypatch):
     for name, size in zip(("_BLOCK", "_LEAF"), request.param, strict=True):
         monkeypatch.setattr(layouts, name, size)
+    monkeypatch.setattr(capped, "_BLOCK", request.param[0] + 1)
 
 
 @pytest.mark.parametrize("exchange", CP_COMM_TYPES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | CAPPED)
 def test_attention_is_the_dense_softmax(name, exchange, block):
-    found = errors(CASES[name], *run(CASES[name], exchange))
+    case = (CASES | CAPPED)[name]
+    found = errors(case, *run(case, exchange))
     assert max(found.values()) <= 1e-14, found
 
 
 @pytest.mark.parametrize("exchange", CP_COMM_TYPES)
-@pytest.mark.parametrize("name", ["documents", "window of several parts", "one key head"])
+@pytest.mark.parametrize("name", ["documents", "window of several parts", "one key head", "capped"])
 def test_bf16_is_close(name, exchange):
+    case = (CASES | CAPPED)[name]
     # A number of bf16 is off by at most 2^-8 of itself, a probability or an output by a few of those.
-    assert max(errors(CASES[name], *run(CASES[name], exchange, torch.bfloat16)).values()) <= 4 * 2**-8
-    assert max(errors(CASES[name], *run(CASES[name], exchange, torch.float32)).values()) <= 1e-6
+    assert max(errors(case, *run(case, exchange, torch.bfloat16)).values()) <= 4 * 2**-8
+    assert max(errors(case, *run(case, exchange, torch.float32)).values()) <= 1e-6
+
+
+def test_capped_scores_have_one_kernel_on_every_device():
+    query = torch.empty(1, 1, 1, 8, device="meta")
+    assert kernels._in_pieces(query, CAP) and not kernels._in_pieces(query, SCORES)
+
+
+@pytest.mark.parametrize("name", ["documents", "capped"])
+def test_a_sink_is_one_more_score(name):
+    case = (CASES | CAPPED)[name]
+    query, key_value, gradient = inputs_of(case)
+    sinks = torch.linspace(-2, 2, HEADS, dtype=torch.float64, requires_grad=True)
+    out, lse = dense(case, query, key_value)
+    joined = torch.logaddexp(lse, sinks[:, None])
+    expected = out * (lse - joined).exp().unsqueeze(-1)
+    (expected * gradient).sum().backward()
+    found = Attended(out.clone(), lse.clone())
+    kernels.add_sinks(found, sinks.detach())
+    torch.testing.assert_close(found.out, expected.detach(), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(found.lse, joined.detach(), rtol=1e-14, atol=1e-14)
+    own = kernels.gradient_of_sinks(gradient, found, sinks.detach())
+    torch.testing.assert_close(own, sinks.grad, rtol=1e-13, atol=1e-13)
 
 
 def test_queries_that_see_none_of_some_keys_stay_as_they_are():
@@ -169,15 +204,15 @@ def test_queries_that_see_none_of_some_keys_stay_as_they_are():
     with_first = Seen(find_spans(case.layout, own, ((0, 16),), None))
     assert with_first.spans == ()
     found = empty_result(part)
-    kernels.attend(found, part, key_value[:, :, :, :16], with_first, SCALE)
+    kernels.attend(found, part, key_value[:, :, :, :16], with_first, SCORES)
     assert found.out.eq(0).all() and found.lse.eq(-math.inf).all()
     # A row of which some queries see a key and the others do not: a window that ends among them.
     near = Seen(find_spans(case.layout, own, others, 4), 4)
-    kernels.attend(found, part, key_value[:, :, :, columns], near, SCALE)
+    kernels.attend(found, part, key_value[:, :, :, columns], near, SCORES)
     assert found.lse[:, :, :3].isfinite().all() and found.lse[:, :, 3:].eq(-math.inf).all()
     assert found.out.isfinite().all() and found.out[:, :, 3:].eq(0).all()
     sums = Gradients(torch.zeros_like(part), torch.zeros_like(key_value[:, :, :, columns]))
-    kernels.add_gradients(sums, gradient[:, :, 40:48], part, key_value[:, :, :, columns], found, near, SCALE)
+    kernels.add_gradients(sums, gradient[:, :, 40:48], part, key_value[:, :, :, columns], found, near, SCORES)
     assert sums.query[:, :, 3:].eq(0).all() and sums.key_value.isfinite().all()
     assert sums.key_value[:, :, :, :-3].eq(0).all() and sums.key_value[:, :, :, -3:].ne(0).any()
 
@@ -270,7 +305,7 @@ def flash(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_the_gpus_functions_compute_the_same(name, exchange, flash):
     case = CASES[name]
-    here, there = run(case, exchange), run(case, exchange, device="gpu")
+    here, there = run(case, exchange), run(case, exchange, where="on_gpu")
     for one, other in zip((here[0].out, here[0].lse, *here[1]), (there[0].out, there[0].lse, *there[1]), strict=True):
         assert (one - other).norm() <= 1e-14 * size(one, inputs_of(case)[2])
     assert flash.masks
@@ -280,10 +315,10 @@ def test_the_kernels_of_gpus_are_called_once_for_all_spans_of_a_mask(flash):
     case = CASES["documents"]
     query, key_value, _ = inputs_of(case)
     seen = Seen(find_spans(case.layout, ((0, 64),), ((0, 64),), None))
-    kernels._attend_on_gpu(empty_result(query), query, key_value, seen, SCALE)
+    kernels._attend_on_gpu(empty_result(query), query, key_value, seen, SCORES)
     assert len(seen.spans) == 8 and flash.masks == [(True, -1, 0)]
     flash.masks.clear()
-    run(Case(balanced=False), "p2p", device="gpu")
+    run(Case(balanced=False), "p2p", where="on_gpu")
     # Of four ranks' ten pairs that see each other, all but the four with themselves see all.
     assert sorted(flash.masks) == [(False, -1, -1)] * 6 + [(True, -1, 0)] * 4
 

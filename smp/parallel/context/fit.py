@@ -1,7 +1,8 @@
-"""Check that attention, which context parallelism replaces, is the only operation that mixes tokens."""
+"""Check that tokens meet only where context parallelism communicates: in attention, and in layers that it splits."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,12 +15,27 @@ from smp.models.hf_values import ropes_of
 from smp.models.registry import build_model, family_of
 from smp.parallel.attention import WIDEST_HEAD, window_of
 from smp.parallel.context.attention import SHARD
+from smp.parallel.context.mixers import block_kinds, mixers_of
 from smp.parallel.documents import mixes_tokens
 
-# Arguments of attention functions that change its scores; `sliding_window` is honoured.
-_SCORES = ("softcap", "s_aux", "position_bias", "alibi", "attn_bias")
+# Arguments of attention functions that change its scores; `sliding_window`, `s_aux` and `softcap` are honoured.
+_SCORES = ("position_bias", "alibi", "attn_bias")
 _BY_LENGTH = ("dynamic", "longrope")
+# Among transformers' layer types.
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_OF_SINGLE_TOKENS = ("mlp", "moe")
+_LENGTH = 6  # tokens of the forward
 _NONE = "its blocks call none of the attention functions in transformers' registry"
+
+
+def _model_of(hf_config: Any) -> nn.Module:
+    with torch.device("meta"):
+        return build_model(hf_config, attn_implementation="eager")
+
+
+def mixing(hf_config: Any) -> str | None:
+    """Return what, besides attention, carries something from one token to another, if there is such a thing."""
+    return mixes_tokens(_model_of(hf_config))
 
 
 def misfit(hf_config: Any, *, on_gpu: bool = False) -> str | None:
@@ -33,44 +49,85 @@ def misfit(hf_config: Any, *, on_gpu: bool = False) -> str | None:
     for rope in ropes_of(getattr(hf_config, "rope_parameters", None)):
         if rope.get("rope_type") in _BY_LENGTH:
             return f"its rotary embedding ({rope['rope_type']}) is another for each length of a rank's tokens"
-    with torch.device("meta"):
-        model = build_model(hf_config, attn_implementation="eager")
-    if why := mixes_tokens(model):
-        return f"tokens meet outside of attention ({why})"
+    model = _model_of(hf_config)
     counting = (path for path, module in model.named_modules() if _counts_from_padding(path, module))
     if path := next(counting, None):
         return f"its positions are counted from behind its padding token's id ({path})"
-    calls: list[dict[str, Any]] = []
-    shard, length = object(), 6
+    blocks = list(model.get_submodule(family_of(hf_config).blocks).children())
+    trace = _follow(model, blocks)
+    if isinstance(trace, str):
+        return trace
+    if why := _meet_elsewhere(model, blocks, trace):
+        return why
+    calls = [call for block in trace for call in block.calls]
+    widths = (max(call[name].shape[-1] for name in ("query", "value")) for call in calls)
+    width = next((width for width in widths if width % 8 or width > WIDEST_HEAD), None)
+    if on_gpu and width is not None:
+        return (
+            f"GPUs' kernels of attention take heads of a width that 8 divides, up to {WIDEST_HEAD}, and it is {width}"
+        )
+    kinds = block_kinds(hf_config, len(blocks))
+    each = ((call, kind) for block, kind in zip(trace, kinds, strict=True) for call in block.calls)
+    return next((why for call, kind in each if (why := _unfit(call, kind, hf_config))), None)
+
+
+class _Block:
+    """What a block was given in a forward.
+
+    Attributes:
+        told: whether keywords of the model's forward reach it.
+        calls: arguments of each call of its attention function.
+    """
+
+    def __init__(self) -> None:
+        self.told, self.calls = False, list[dict[str, Any]]()
+
+
+def _follow(model: nn.Module, blocks: list[nn.Module]) -> list[_Block] | str:
+    """Return what each block was given in a forward on the meta device, or why there is none."""
+    shard, found = object(), [_Block() for _ in blocks]
+    running = [found[0]]
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **given: Any) -> Any:
-        calls.append({"query": query, "key": key, "value": value, "mask": attention_mask, **given})
+        told = given.get(SHARD) is shard
+        call = {"query": query, "key": key, "value": value, "mask": attention_mask, **given, "told": told}
+        running[0].calls.append(call)
         batch, heads, tokens, _width = query.shape
         return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
+    def enter(each: _Block, module: nn.Module, args: Any, kwargs: Any) -> None:
+        running[0], each.told = each, kwargs.get(SHARD) is shard
+
+    for block, each in zip(blocks, found, strict=True):
+        block.register_forward_pre_hook(functools.partial(enter, each), with_kwargs=True)
     try:
         with torch.no_grad(), torch.device("meta"), without_masks(model, attend), without_values(model):
-            ids, positions = (torch.zeros(2, length, dtype=torch.long) for _ in range(2))
+            ids, positions = (torch.zeros(2, _LENGTH, dtype=torch.long) for _ in range(2))
             model(input_ids=ids, position_ids=positions, use_cache=False, **{SHARD: shard})
     except Exception as error:  # of any type: code of any model
         if not getattr(model, "_supports_attention_backend", True):
             return _NONE
         return f"its forward does not hand on what attention needs ({one_line(error, 160)})"
-    blocks = len(list(model.get_submodule(family_of(hf_config).blocks).children()))
-    if not calls:
+    return found
+
+
+def _meet_elsewhere(model: nn.Module, blocks: list[nn.Module], trace: list[_Block]) -> str | None:
+    """Return where tokens meet that is neither attention nor a layer that all tokens are gathered for, if so."""
+    kinds = block_kinds(model.config, len(blocks))
+    mixers = [mixers_of(block, kind) for block, kind in zip(blocks, kinds, strict=True)]
+    if not any(each.calls for each in trace) and not any(mixers):
         return _NONE
-    if len(calls) % blocks:
-        return f"{blocks} blocks call transformers' attention functions {len(calls)} times"
-    width = next((width for call in calls if (width := call["query"].shape[-1]) % 8 or width > WIDEST_HEAD), None)
-    if on_gpu and width is not None:
-        return (
-            f"GPUs' kernels of attention take heads of a width that 8 divides, up to {WIDEST_HEAD}, and it is {width}"
-        )
-    each = len(calls) // blocks
-    return next(
-        (why for index, call in enumerate(calls) if (why := _unfit(call, index // each, hf_config, shard, length))),
-        None,
-    )
+    inside = {id(module) for block in blocks for module in block.modules()}
+    if any(isinstance(module, nn.Conv1d) and id(module) not in inside for module in model.modules()):
+        return "tokens meet outside of attention (it has convolutions over tokens before or after its blocks)"
+    for each, found, kind in zip(trace, mixers, kinds, strict=True):
+        if found and not each.told:
+            return "its blocks are not given the keywords of its forward"
+        if not found and kind not in (None, *_ATTENTION, *_OF_SINGLE_TOKENS):
+            return f"tokens meet outside of attention (it has {kind} layers)"
+        if not found and not each.calls and kind not in _OF_SINGLE_TOKENS:
+            return "not every block calls an attention function in transformers' registry"
+    return None
 
 
 def _counts_from_padding(path: str, module: nn.Module) -> bool:
@@ -78,21 +135,20 @@ def _counts_from_padding(path: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and "position" in path and module.padding_idx is not None
 
 
-def _unfit(call: dict[str, Any], index: int, hf_config: Any, shard: object, length: int) -> str | None:
+def _unfit(call: dict[str, Any], kind: str | None, hf_config: Any) -> str | None:
     """Return what of a block's call of its attention function is not known here, if something is."""
-    if call.get(SHARD) is not shard:
+    if not call["told"]:
         return "its blocks do not hand on keywords to the attention function"
     if call["mask"] is not None:
         return "it makes masks of its own"
     if name := next((name for name in _SCORES if call.get(name) is not None), None):
         return f"its attention function takes {name}, which changes the scores"
-    if len({call[name].shape[2] for name in ("query", "key", "value")} | {length}) != 1:
+    if len({call[name].shape[2] for name in ("query", "key", "value")} | {_LENGTH}) != 1:
         return "its queries and keys are not of the same tokens"
-    if call["query"].shape[-1] != call["value"].shape[-1]:
-        return "its values are of another width than its queries"
-    types = getattr(hf_config, "layer_types", None) or []
-    kind = types[index] if index < len(types) else "sliding_attention" if window_of(hf_config) else "full_attention"
-    windows = kind == "sliding_attention", call.get("sliding_window") is not None
-    if kind not in ("full_attention", "sliding_attention") or windows == (True, False):
+    if kind != "full_attention" and not any(word in (kind or "") for word in ("sliding", "chunked")):
+        kind = "sliding_attention" if window_of(hf_config) else "full_attention"
+    assert kind is not None
+    windows = "sliding" in kind, call.get("sliding_window") is not None
+    if "chunked" in kind or windows == (True, False):
         return f"a layer of {kind} does not tell its attention function the window"
     return None

@@ -24,11 +24,23 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd import Function
 
 from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.mesh import Role
-from smp.parallel.context.kernels import Attended, Gradients, Seen, add_gradients, attend, empty_result, wide
+from smp.parallel.context.kernels import (
+    Attended,
+    Gradients,
+    Scores,
+    Seen,
+    add_gradients,
+    add_sinks,
+    attend,
+    empty_result,
+    gradient_of_sinks,
+    wide,
+)
 from smp.parallel.context.layout import Range, SequenceLayout, find_spans
 
 
@@ -67,12 +79,12 @@ class Attention(NamedTuple):
 
     Attributes:
         shard: the tokens of each rank.
-        scale: of the scores.
+        scores: of a query and a key.
         window: tokens that a query sees at most, itself among them; None: all.
     """
 
     shard: SequenceShard
-    scale: float
+    scores: Scores
     window: int | None
 
     def seen(self, queries: tuple[Range, ...], keys: tuple[Range, ...]) -> Seen:
@@ -82,7 +94,7 @@ class Attention(NamedTuple):
     def attend(self, query: torch.Tensor, key_value: torch.Tensor, seen: Seen) -> Attended:
         """Return the output for all keys."""
         found = empty_result(query)
-        attend(found, query, key_value, seen, self.scale)
+        attend(found, query, key_value, seen, self.scores)
         return found
 
     def gradients(
@@ -90,17 +102,17 @@ class Attention(NamedTuple):
     ) -> Gradients:
         """Return the gradients of :meth:`attend`."""
         sums = Gradients(*(torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in (query, key_value)))
-        add_gradients(sums, gradient, query, key_value, found, seen, self.scale)
+        add_gradients(sums, gradient, query, key_value, found, seen, self.scores)
         return sums
 
 
-def _in_order(parts: Sequence[torch.Tensor], layout: SequenceLayout, dim: int) -> torch.Tensor:
+def in_order(parts: Sequence[torch.Tensor], layout: SequenceLayout, dim: int) -> torch.Tensor:
     """Put the ranks' tokens, along ``dim``, in the order of the columns."""
     pieces = [parts[rank].narrow(dim, first, last - first) for rank, _, (first, last) in layout.in_order]
     return torch.cat(pieces, dim)
 
 
-def _by_rank(full: torch.Tensor, layout: SequenceLayout, dim: int, dtype: torch.dtype) -> torch.Tensor:
+def by_rank(full: torch.Tensor, layout: SequenceLayout, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the columns of each rank, along ``dim``: ``(ranks, ...)``."""
     shape = list(full.shape)
     shape[dim] //= len(layout.ranges)
@@ -110,46 +122,52 @@ def _by_rank(full: torch.Tensor, layout: SequenceLayout, dim: int, dtype: torch.
     return parts
 
 
-def _finish(ctx: Any, attention: Attention, found: Attended, *saved: torch.Tensor) -> torch.Tensor:
-    """Save for backward; returns the output ``(batch, heads, tokens, width)`` in the queries' dtype."""
+def _finish(
+    ctx: Any, attention: Attention, found: Attended, sinks: torch.Tensor | None, *saved: torch.Tensor
+) -> torch.Tensor:
+    """Add sinks, once all keys were seen, and save for backward; returns ``(batch, heads, tokens, width)``."""
+    if sinks is not None:
+        add_sinks(found, sinks)
     out = found.out.to(saved[0].dtype)
     ctx.attention = attention
-    ctx.save_for_backward(*saved, out, found.lse)
+    ctx.save_for_backward(*saved, out, found.lse, sinks)
     return out
 
 
 class GatheredAttention(Function):
-    """Args of ``apply``: queries ``(batch, heads, tokens, width)``, keys and values of maybe fewer heads, attention.
+    """Args of ``apply``: queries ``(batch, heads, tokens, width)``, keys and values of maybe fewer heads, attention,
+    and sinks ``(heads,)`` or None.
 
     The gathered keys and values are not kept: backward gathers them again.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         full = _gather(torch.stack([key, value]), attention)
         found = attention.attend(query, full, attention.seen(attention.shard.own, attention.shard.full))
-        return _finish(ctx, attention, found, query, key, value)
+        return _finish(ctx, attention, found, sinks, query, key, value)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        attention, (query, key, value, out, lse) = ctx.attention, ctx.saved_tensors
-        full = _gather(torch.stack([key, value]), attention)
+        attention, (query, key, value, out, lse, sinks) = ctx.attention, ctx.saved_tensors
+        full, found = _gather(torch.stack([key, value]), attention), Attended(out, lse)
         seen = attention.seen(attention.shard.own, attention.shard.full)
-        sums = attention.gradients(gradient, query, full, Attended(out, lse), seen)
+        sums = attention.gradients(gradient, query, full, found, seen)
         del full
-        parts = _by_rank(sums.key_value, attention.shard.layout, 3, key.dtype)
+        parts = by_rank(sums.key_value, attention.shard.layout, 3, key.dtype)
         own = parts.new_empty(parts.shape[1:])
         reduce_scatter_single(own.view(-1), parts.view(-1), group=attention.shard.role.group)
-        return sums.query.to(query.dtype), own[0], own[1], None
+        return sums.query.to(query.dtype), own[0], own[1], None, gradient_of_sinks(gradient, found, sinks)
 
 
 def _gather(key_value: torch.Tensor, attention: Attention) -> torch.Tensor:
     """Gather keys and values ``(2, batch, heads, tokens, width)`` of all ranks, in the order of the columns."""
     parts = key_value.new_empty(attention.shard.role.size, *key_value.shape)
     all_gather_single(parts.view(-1), key_value.view(-1), group=attention.shard.role.group)
-    return _in_order(parts.unbind(), attention.shard.layout, 3)
+    return in_order(parts.unbind(), attention.shard.layout, 3)
 
 
 class RingAttention(Function):
@@ -157,27 +175,28 @@ class RingAttention(Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         found = empty_result(query)
         for key_value, seen in _passing(torch.stack([key, value]), attention):
-            attend(found, query, key_value, seen, attention.scale)
-        return _finish(ctx, attention, found, query, key, value)
+            attend(found, query, key_value, seen, attention.scores)
+        return _finish(ctx, attention, found, sinks, query, key, value)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        attention, (query, key, value, out, lse) = ctx.attention, ctx.saved_tensors
+        attention, (query, key, value, out, lse, sinks) = ctx.attention, ctx.saved_tensors
         found, of_query = Attended(out, lse), torch.zeros_like(query, dtype=wide(query.dtype))
         travelling: _Shift | None = None
         for key_value, seen in _passing(torch.stack([key, value]), attention):
             sums = Gradients(of_query, torch.zeros_like(key_value, dtype=wide(key_value.dtype)))
-            add_gradients(sums, gradient, query, key_value, found, seen, attention.scale)
+            add_gradients(sums, gradient, query, key_value, found, seen, attention.scores)
             # The gradients of these keys by the ranks that had them before.
             total = sums.key_value if travelling is None else sums.key_value.add_(travelling.wait())
             travelling = _Shift(total, attention.shard.role)
         assert travelling is not None
         of_key, of_value = travelling.wait().to(key.dtype)
-        return of_query.to(query.dtype), of_key, of_value, None
+        return of_query.to(query.dtype), of_key, of_value, None, gradient_of_sinks(gradient, found, sinks)
 
 
 class _Shift:
@@ -217,25 +236,34 @@ class UlyssesAttention(Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         size = attention.shard.role.size
         ctx.heads = [tensor.shape[1] // size for tensor in (query, key, value)]
         full = _to_heads([query, key, value], attention)
         seen = attention.seen(attention.shard.full, attention.shard.full)
         found = attention.attend(*_split(full, ctx.heads[0]), seen)
-        (own,) = _to_tokens(_finish(ctx, attention, found, full), ctx.heads[:1], attention)
+        if sinks is not None:  # of this rank's heads
+            sinks = sinks.chunk(size)[attention.shard.role.rank]
+        (own,) = _to_tokens(_finish(ctx, attention, found, sinks, full), ctx.heads[:1], attention)
         return own
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        attention, (full, out, lse) = ctx.attention, ctx.saved_tensors
+        attention, (full, out, lse, sinks) = ctx.attention, ctx.saved_tensors
         gradient = _to_heads([gradient], attention)
         seen = attention.seen(attention.shard.full, attention.shard.full)
         sums = torch.zeros_like(full, dtype=wide(full.dtype))
         (query, key_value), gradients = _split(full, ctx.heads[0]), Gradients(*_split(sums, ctx.heads[0]))
-        add_gradients(gradients, gradient, query, key_value, Attended(out, lse), seen, attention.scale)
-        return *_to_tokens(sums.to(full.dtype), ctx.heads, attention), None
+        found = Attended(out, lse)
+        add_gradients(gradients, gradient, query, key_value, found, seen, attention.scores)
+        of_sinks = gradient_of_sinks(gradient, found, sinks)
+        if of_sinks is not None:
+            before = attention.shard.role.rank * ctx.heads[0]
+            after = (attention.shard.role.size - 1) * ctx.heads[0] - before
+            of_sinks = F.pad(of_sinks, (before, after))
+        return *_to_tokens(sums.to(full.dtype), ctx.heads, attention), None, of_sinks
 
 
 def _split(full: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,7 +271,7 @@ def _split(full: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     return full[:, :heads], full[:, heads:].unflatten(1, (2, -1)).transpose(0, 1)
 
 
-def _all_to_all(sent: torch.Tensor, role: Role) -> torch.Tensor:
+def all_to_all(sent: torch.Tensor, role: Role) -> torch.Tensor:
     """Redistribute ``(ranks, ...)``, of which each rank gets its entry."""
     received = torch.empty_like(sent)
     dist.all_to_all_single(received.view(-1), sent.view(-1), group=role.group)
@@ -255,13 +283,13 @@ def _to_heads(tensors: list[torch.Tensor], attention: Attention) -> torch.Tensor
     size = attention.shard.role.size
     by_rank = zip(*(tensor.chunk(size, 1) for tensor in tensors), strict=True)
     sent = torch.cat([part for parts in by_rank for part in parts], 1).unflatten(1, (size, -1)).transpose(0, 1)
-    received = _all_to_all(sent.contiguous(), attention.shard.role)
-    return _in_order(received.unbind(), attention.shard.layout, 2)
+    received = all_to_all(sent.contiguous(), attention.shard.role)
+    return in_order(received.unbind(), attention.shard.layout, 2)
 
 
 def _to_tokens(full: torch.Tensor, heads: list[int], attention: Attention) -> list[torch.Tensor]:
     """Undo :func:`_to_heads` of tensors of which each rank has these heads; they lie in the order of the tokens."""
-    received = _all_to_all(_by_rank(full, attention.shard.layout, 2, full.dtype), attention.shard.role)
+    received = all_to_all(by_rank(full, attention.shard.layout, 2, full.dtype), attention.shard.role)
     parts = received.transpose(2, 3).split(heads, 3)
     return [torch.cat(part.unbind(), 2).transpose(1, 2) for part in parts]
 

@@ -1,5 +1,7 @@
 """Partial attention (output, log-sum-exp) of a query block over a key block, merged across ranks: a kernel per device.
 
+Scores with a soft cap have a kernel of their own, :mod:`smp.parallel.context.capped`.
+
 The kernels are torch's, called below autograd: each returns the logarithm of its sum of exponentials, by which results
 over different keys are merged, and its backward takes the merged output and logarithm.
 
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from smp.parallel.context import capped
 from smp.parallel.context.layout import Piece, Range, Span, pieces
 from smp.parallel.microbatch import to_device
 
@@ -37,6 +40,13 @@ class Attended:
 
     out: torch.Tensor
     lse: torch.Tensor
+
+
+class Scores(NamedTuple):
+    """Of a query ``q`` and a key ``k``: ``scale q k``, or ``cap tanh(scale q k / cap)``."""
+
+    scale: float
+    cap: float | None = None
 
 
 class Seen:
@@ -86,15 +96,18 @@ def _merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: 
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def attend(found: Attended, query: torch.Tensor, key_value: torch.Tensor, seen: Seen, scale: float) -> None:
+def _in_pieces(query: torch.Tensor, scores: Scores) -> bool:
+    return query.device.type == "cpu" or scores.cap is not None
+
+
+def attend(found: Attended, query: torch.Tensor, key_value: torch.Tensor, seen: Seen, scores: Scores) -> None:
     """Add to ``found`` what queries see of keys.
 
     Args:
         query: ``(batch, heads, queries, width)``.
         key_value: keys and values, ``(2, batch, heads or fewer, keys, width)``.
-        scale: of the scores.
     """
-    (_attend_on_cpu if query.device.type == "cpu" else _attend_on_gpu)(found, query, key_value, seen, scale)
+    (_attend_in_pieces if _in_pieces(query, scores) else _attend_on_gpu)(found, query, key_value, seen, scores)
 
 
 def add_gradients(
@@ -104,7 +117,7 @@ def add_gradients(
     key_value: torch.Tensor,
     found: Attended,
     seen: Seen,
-    scale: float,
+    scores: Scores,
 ) -> None:
     """Add the gradients of what :func:`attend` did with the same arguments.
 
@@ -113,12 +126,35 @@ def add_gradients(
         gradient: of the full output, ``(batch, heads, queries, width)``.
         found: the full output, in any dtype, and its logarithm.
     """
-    (_add_gradients_on_cpu if query.device.type == "cpu" else _add_gradients_on_gpu)(
-        gradients, gradient, query, key_value, found, seen, scale
+    (_add_gradients_in_pieces if _in_pieces(query, scores) else _add_gradients_on_gpu)(
+        gradients, gradient, query, key_value, found, seen, scores
     )
 
 
-# On CPUs: a call for each piece.
+def add_sinks(found: Attended, sinks: torch.Tensor) -> None:
+    """Add to each query's sum of exponentials that of its head's sink, a score without a value, in place.
+
+    Args:
+        found: of all keys.
+        sinks: ``(heads,)``.
+
+    Source: Xiao et al., Efficient streaming language models with attention sinks, arXiv:2309.17453, as in gpt-oss.
+    """
+    each = sinks.to(found.lse.dtype).unsqueeze(-1)
+    found.out.mul_(torch.sigmoid(found.lse - each).unsqueeze(-1))
+    torch.logaddexp(found.lse, each, out=found.lse)
+
+
+def gradient_of_sinks(gradient: torch.Tensor, found: Attended, sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the gradient of sinks; ``gradient`` is of the full output ``found``."""
+    if sinks is None:
+        return None
+    weight = (sinks.to(found.lse.dtype).unsqueeze(-1) - found.lse).exp()
+    along = (gradient.to(weight.dtype) * found.out).sum(-1)
+    return -(weight * along).sum((0, 2)).to(sinks.dtype)
+
+
+# On CPUs, and of capped scores: a call for each piece.
 
 
 def _rows(row: int | None) -> slice:
@@ -130,16 +166,17 @@ def _at(tensor: torch.Tensor, rows: slice, positions: Range) -> torch.Tensor:
     return tensor[rows, :, positions[0] : positions[1]]
 
 
-def _band(queries: int, keys: int, above: int, dtype: torch.dtype) -> torch.Tensor:
-    seen = torch.ones(queries, keys, dtype=torch.bool).triu(above + 1)
-    return torch.zeros(queries, keys, dtype=dtype).masked_fill_(~seen, -math.inf)
+def _band(queries: int, keys: int, above: int, like: torch.Tensor) -> torch.Tensor:
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).triu(above + 1)
+    return torch.zeros(queries, keys, dtype=like.dtype, device=like.device).masked_fill_(~seen, -math.inf)
 
 
-def _options(piece: Piece, dtype: torch.dtype, scale: float) -> dict[str, Any]:
-    if piece.kind != "band":
-        return {"scale": scale}
-    queries, keys = (last - first for first, last in (piece.queries, piece.keys))
-    return {"scale": scale, "attn_mask": _band(queries, keys, piece.above, dtype)}
+def _options(piece: Piece, like: torch.Tensor, scores: Scores) -> dict[str, Any]:
+    found: dict[str, Any] = {"scale": scores.scale} | ({} if scores.cap is None else {"cap": scores.cap})
+    if piece.kind == "band":
+        queries, keys = (last - first for first, last in (piece.queries, piece.keys))
+        found["attn_mask"] = _band(queries, keys, piece.above, like)
+    return found
 
 
 def _pieces(seen: Seen) -> Iterator[tuple[slice, Piece]]:
@@ -148,12 +185,14 @@ def _pieces(seen: Seen) -> Iterator[tuple[slice, Piece]]:
             yield _rows(span.row), piece
 
 
-def _attend_on_cpu(found: Attended, query: torch.Tensor, key_value: torch.Tensor, seen: Seen, scale: float) -> None:
-    key, value = key_value.unbind()
+def _attend_in_pieces(
+    found: Attended, query: torch.Tensor, key_value: torch.Tensor, seen: Seen, scores: Scores
+) -> None:
+    kernel, (key, value) = _CPU if scores.cap is None else capped.forward, key_value.unbind()
     for rows, piece in _pieces(seen):
-        part, lse = _CPU(
+        part, lse = kernel(
             _at(query, rows, piece.queries), _at(key, rows, piece.keys), _at(value, rows, piece.keys), 0.0,
-            piece.kind == "causal", **_options(piece, query.dtype, scale),
+            piece.kind == "causal", **_options(piece, query, scores),
         )  # fmt: skip
         out, sums = (_at(tensor, rows, piece.queries) for tensor in (found.out, found.lse))
         if piece.kind == "causal":  # the key of the query's token comes first
@@ -163,16 +202,16 @@ def _attend_on_cpu(found: Attended, query: torch.Tensor, key_value: torch.Tensor
             _merge_(out, sums, part, lse)
 
 
-def _add_gradients_on_cpu(
+def _add_gradients_in_pieces(
     gradients: Gradients, gradient: torch.Tensor, query: torch.Tensor, key_value: torch.Tensor, found: Attended,
-    seen: Seen, scale: float,
+    seen: Seen, scores: Scores,
 ) -> None:  # fmt: skip
-    key, value = key_value.unbind()
+    kernel, (key, value) = _CPU_BACKWARD if scores.cap is None else capped.backward, key_value.unbind()
     for rows, piece in _pieces(seen):
-        parts = _CPU_BACKWARD(
+        parts = kernel(
             _at(gradient, rows, piece.queries), _at(query, rows, piece.queries), _at(key, rows, piece.keys),
             _at(value, rows, piece.keys), _at(found.out, rows, piece.queries), _at(found.lse, rows, piece.queries),
-            0.0, piece.kind == "causal", **_options(piece, query.dtype, scale),
+            0.0, piece.kind == "causal", **_options(piece, query, scores),
         )  # fmt: skip
         positions_of_each = piece.queries, piece.keys, piece.keys
         for full, part, positions in zip(
@@ -260,14 +299,14 @@ def _is_causal(group: _Packed) -> bool:
     return group.right == 0 and group.left is None
 
 
-def _attend_on_gpu(found: Attended, query: torch.Tensor, key_value: torch.Tensor, seen: Seen, scale: float) -> None:
+def _attend_on_gpu(found: Attended, query: torch.Tensor, key_value: torch.Tensor, seen: Seen, scores: Scores) -> None:
     flat_query, (key, value) = _flat(query), map(_flat, key_value)
     out, sums = _flat(found.out), found.lse.transpose(1, 2).flatten(0, 1)
     for group in seen.packed(query, key_value):
         part, lse, *_ = torch.ops.aten._flash_attention_forward(
             flat_query[group.queries], key[group.keys], value[group.keys], group.query_bounds, group.key_bounds,
             group.longest_query, group.longest_key, 0.0, _is_causal(group), False,
-            **_flash_options(group, scale),
+            **_flash_options(group, scores.scale),
         )  # fmt: skip
         so_far, sum_so_far, lse = out[group.queries], sums[group.queries], lse.transpose(0, 1)
         _merge_(so_far, sum_so_far, part, lse)
@@ -279,7 +318,7 @@ def _attend_on_gpu(found: Attended, query: torch.Tensor, key_value: torch.Tensor
 
 def _add_gradients_on_gpu(
     gradients: Gradients, gradient: torch.Tensor, query: torch.Tensor, key_value: torch.Tensor, found: Attended,
-    seen: Seen, scale: float,
+    seen: Seen, scores: Scores,
 ) -> None:  # fmt: skip
     flat_query, flat_gradient, out = _flat(query), _flat(gradient), _flat(found.out)
     key, value = map(_flat, key_value)
@@ -291,7 +330,7 @@ def _add_gradients_on_gpu(
             flat_gradient[group.queries], flat_query[group.queries], key[group.keys], value[group.keys],
             out[group.queries].to(query.dtype), sums[group.queries].transpose(0, 1).contiguous(), group.query_bounds,
             group.key_bounds, group.longest_query, group.longest_key, 0.0,
-            _is_causal(group), state, unused, **_flash_options(group, scale),
+            _is_causal(group), state, unused, **_flash_options(group, scores.scale),
         )  # fmt: skip
         for full, part, positions in zip(
             (gradients.query, *gradients.key_value), parts, (group.queries, group.keys, group.keys), strict=True

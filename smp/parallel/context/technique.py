@@ -17,10 +17,11 @@ from smp.parallel import attention
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import name_of, register
 from smp.parallel.context.batch import cut
-from smp.parallel.context.fit import misfit
+from smp.parallel.context.fit import misfit, mixing
 from smp.parallel.context.kernels import GPU_DTYPES
+from smp.parallel.context.mixers import split_mixers
 from smp.parallel.microbatch import Microbatch
-from smp.parallel.technique import Sent, Setup, Traffic
+from smp.parallel.technique import Sent, Setup, Traffic, model_blocks
 
 Config = ParallelConfig
 # Bytes that a forward pass of attention over the ranks of a sequence moves of each value of queries and of keys and
@@ -47,6 +48,11 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
         found.append(f"{flag}: attention's kernels on GPUs compute in bf16, and --bf16 is 0: use --bf16 1")
     if why := misfit(hf_config, on_gpu=on_gpu):
         found.append(f"{flag}: {why}: use --context_parallel_degree 1")
+    elif setup.mesh.tp.size > 1 and (why := mixing(hf_config)):
+        found.append(
+            f"{flag}: layers that mix tokens outside of attention ({why}) are not split by tensor parallelism as "
+            f"well: use --tensor_parallel_degree 1"
+        )
     heads = getattr(hf_config, "num_attention_heads", 0) or 0
     if config.cp_comm_type == "all_to_all" and heads // setup.mesh.tp.size % cp:
         found.append(
@@ -85,6 +91,7 @@ def choose(situation: Situation) -> Iterator[Choice]:
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the blocks attend over the ranks of a sequence, unless they do so already."""
     if setup.mesh.cp.size > 1 and not is_split(model):
+        split_mixers(model_blocks(model, setup.family), model.config)
         split_sequences(model, cast(str, setup.settings[Config].cp_comm_type))
 
 
