@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,13 @@ class _NoPlanError(Exception):
 
 def _int_of(owners: Sequence[Any], *names: str) -> int | None:
     """Return the first of some attributes that is a number."""
-    values = (getattr(owner, name, None) for owner in owners for name in names)
-    return next((value for value in values if type(value) is int and value > 0), None)
+    for owner in owners:
+        for name in names:
+            with contextlib.suppress(RuntimeError):  # of a config where it differs between layers
+                value = getattr(owner, name, None)
+                if type(value) is int and value > 0:
+                    return value
+    return None
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -165,7 +171,7 @@ def _counts(module: nn.Module, sizes: PlanSizes) -> list[str]:
     ]  # fmt: skip
     config = getattr(module, "config", None)
     names = ("num_attention_heads", "num_key_value_heads")
-    return own + [f"config.{name}" for name in names if getattr(config, name, None) in heads]
+    return own + [f"config.{name}" for name in names if _int_of((config,), name) in heads]
 
 
 def _set_counts(module: Any, names: Sequence[str], sizes: PlanSizes, degree: int) -> None:
@@ -290,6 +296,8 @@ def derive_plan(model: nn.Module, calls: Sequence[Call]) -> tuple[TensorPlan | N
     of_block = [_kind(block) for block in blocks]
     firsts = {kind: of_block.index(kind) for kind in of_block}
     try:
+        if any(isinstance(value, Mapping) and value for call in calls for value in call.kwargs.values()):
+            raise _NoPlanError("its blocks hand on keys and values to others")
         for kind, index in firsts.items():
             kinds[kind] = _parts(blocks[index], calls[index], model.config, reasons)
         parts = [part for block_parts in kinds.values() for part in block_parts]
