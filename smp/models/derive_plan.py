@@ -107,6 +107,8 @@ def _others(
     norms, vectors = [], []
     for name, child in module.named_modules():
         own = f"{path}.{name}" if name else path
+        if isinstance(child, nn.ModuleList) and len(child) in sizes[:2]:
+            raise _NoPlanError(f"nothing tells which heads those of {own} are of")
         if own in linears:
             continue
         for key, parameter in child.named_parameters(recurse=False):

@@ -77,6 +77,8 @@ def test_norms_over_all_heads_are_told_from_those_of_each():
         ("mamba", {}, "nothing tells how to split"),
         ("diffllama", {}, "nothing tells how to split lambda_q1 of self_attn"),
         ("cohere", {"use_qk_norm": True}, "q_norm"),
+        ("stablelm", {"qk_layernorm": True}, "which heads those of self_attn.q_layernorm.norms are of"),
+        ("falcon", {"alibi": True}, "does not run"),
     ],
 )
 def test_a_plan_that_cannot_be_used_says_why(model_type, values, words):
