@@ -1,12 +1,13 @@
 """Tensor-parallel plans of blocks that differ, of compressed keys and values, and of what no plan splits."""
 
-import pytest
 import torch
 from torch import nn
 
 from smp.memory.shape import model_shape
 from smp.models.family import tensor_parallel_problems
 from smp.models.flow import INPUT, Call, flow_of
+from smp.models.meta_model import meta_model
+from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import family_of
 from tests.parity.test_models_parity import GEMMA4_E2B
 from tests.zoo import tiny_config
@@ -85,3 +86,13 @@ def test_what_differs_in_the_tokens_of_a_rank_is_refused():
     assert why == "its blocks hand on keys and values to others"
     changes = {**GEMMA4_E2B, "num_kv_shared_layers": 0}
     assert "with a part of the tokens" in family_of(tiny_config("gemma4_text", **changes)).no_tensor_plan
+
+
+def test_memory_counts_what_is_not_split_on_each_rank(tmp_path):
+    config = tiny_config("lfm2")
+    config.save_pretrained(tmp_path)
+    shape = model_shape(resolve_model(ModelConfig(model=str(tmp_path))))
+    block = meta_model(config).blocks[0]
+    alone = sum(p.numel() for name, p in block.named_parameters() if "feed_forward" not in name)
+    assert (shape.unsplit_layers, shape.replicated) == (2, alone)
+    assert shape.of_rank(shape.parameters, 4, 2) == 2 * alone + (shape.parameters - 2 * alone) // 2
