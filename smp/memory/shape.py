@@ -12,6 +12,7 @@ import torch
 from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.environment.malloc import unused_heap
 from smp.mesh import Mesh
+from smp.models.attention_support import number_of
 from smp.models.experts import expert_layers, idle_parameters, is_experts
 from smp.models.meta_model import meta_model
 from smp.models.model_config import ResolvedModel
@@ -225,7 +226,7 @@ def workload(
 
 def _mlp_width(block: torch.nn.Module, hf_config: Any) -> int:
     """Return the MLP's inner width: the config's, or else the widest input that becomes hidden states."""
-    if isinstance(width := getattr(hf_config, "intermediate_size", None), int):
+    if isinstance(width := number_of(hf_config, "intermediate_size"), int):
         return width
     sizes = [projection_size(module) for module in block.modules()]
     return max((size[0] for size in sizes if size and size[1] == hf_config.hidden_size), default=hf_config.hidden_size)
@@ -269,9 +270,9 @@ def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> Mo
     block, saved = meta.largest_block, meta.saved
     counts = _trained(table, lambda spec: True)
     intermediate = _mlp_width(block, config)
-    heads = getattr(config, "num_attention_heads", None) or 1  # recurrent models have none
-    key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = number_of(config, "num_attention_heads") or 1  # recurrent models have none
+    key_value_heads = number_of(config, "num_key_value_heads") or 0
+    head_dim = number_of(config, "head_dim") or config.hidden_size // heads
     all_trained = all(spec.trained for spec in table)
     layers = expert_layers(meta.model)
     experts = max(layers, key=lambda layer: layer.experts * layer.parameters, default=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from smp.errors import one_line
+from smp.models.attention_support import number_of
 from smp.models.experts import is_experts
 from smp.models.flow import Call, Flow, flow_of, run
 from smp.models.tensor_plan import Part, PlanSizes, TensorPlan
@@ -22,13 +22,8 @@ class _NoPlanError(Exception):
 
 def _int_of(owners: Sequence[Any], *names: str) -> int | None:
     """Return the first of some attributes that is a number."""
-    for owner in owners:
-        for name in names:
-            with contextlib.suppress(RuntimeError):  # of a config where it differs between layers
-                value = getattr(owner, name, None)
-                if type(value) is int and value > 0:
-                    return value
-    return None
+    values = (number_of(owner, name) for owner in owners for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -308,7 +303,7 @@ def derive_plan(model: nn.Module, calls: Sequence[Call]) -> tuple[TensorPlan | N
         if not any(part.heads for part in split):
             raise _NoPlanError("; ".join(reasons[:1]) or "its blocks have no attention")
         if all(part.heads for part in split) and not mixtures:
-            raise _NoPlanError("; ".join(reasons[:1]) or "its blocks have no MLP")
+            raise _NoPlanError("; ".join(reasons[:1]) or "no submodule of its blocks is an MLP")
         for kind, index in firsts.items():
             _check_rest(blocks[index], kinds[kind], calls[index])
     except _NoPlanError as error:

@@ -73,7 +73,7 @@ def test_norms_over_all_heads_are_told_from_those_of_each():
     ("model_type", "values", "words"),
     [
         ("bloom", {}, "self_attention has no linear layer of its output"),  # but one and a residual
-        ("opt", {}, "its blocks have no MLP"),
+        ("opt", {}, "no submodule of its blocks is an MLP"),
         ("mamba", {}, "nothing tells how to split"),
         ("diffllama", {}, "nothing tells how to split lambda_q1 of self_attn"),
         ("cohere", {"use_qk_norm": True}, "q_norm"),
