@@ -253,15 +253,15 @@ def _check_rest(block: nn.Module, parts: Sequence[Part], call: Call) -> None:
 
     def scatter(module: nn.Module, args: Any, found: Any) -> Any:
         if isinstance(found, tuple):
-            return found[0][:, :half], *found[1:]
-        return found[:, :half]
+            return found[0][:, :half].contiguous(), *found[1:]
+        return found[:, :half].contiguous()
 
     for part in parts:
         module = block.get_submodule(part.module)
         hooks.append(module.register_forward_pre_hook(gather, with_kwargs=True))
         hooks.append((module.get_submodule(part.row) if part.row else module).register_forward_hook(scatter))
     try:
-        shape = run(block, call.with_input(call.input[:, :half])).shape
+        shape = run(block, call.with_input(call.input[:, :half].contiguous())).shape
         why = f"it returns {tuple(shape)}" if shape != (*call.input.shape[:1], half, call.input.shape[2]) else ""
     except Exception as error:  # of any type: code of any model
         why = one_line(error, 150)
