@@ -277,6 +277,12 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
     return *((name, type(m)) for name, m in block.named_modules()), *((n, p.shape) for n, p in block.named_parameters())
 
 
+def _hands_on(call: Call) -> bool:
+    """Return whether blocks read what others have put into a mapping: pairs of keys and values, and no masks."""
+    mappings = [value for value in call.kwargs.values() if isinstance(value, Mapping)]
+    return any(isinstance(value, tuple) for mapping in mappings for value in mapping.values())
+
+
 def derive_plan(model: nn.Module, calls: Sequence[Call]) -> tuple[TensorPlan | None, str]:
     """Derive the plan of a model from its layers.
 
@@ -293,7 +299,7 @@ def derive_plan(model: nn.Module, calls: Sequence[Call]) -> tuple[TensorPlan | N
     of_block = [_kind(block) for block in blocks]
     firsts = {kind: of_block.index(kind) for kind in of_block}
     try:
-        if any(isinstance(value, Mapping) and value for call in calls for value in call.kwargs.values()):
+        if any(map(_hands_on, calls)):
             raise _NoPlanError("its blocks hand on keys and values to others")
         for kind, index in firsts.items():
             kinds[kind] = _parts(blocks[index], calls[index], model.config, reasons)
