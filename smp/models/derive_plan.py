@@ -44,7 +44,7 @@ def _part(flow: Flow, block: nn.Module, path: str, hf_config: Any) -> Part:
     """Describe a submodule of which one linear layer makes the output, of what others make of its input."""
     module, inside = block.get_submodule(path), [p for p in flow.linears if p.startswith(f"{path}.")]
     rows = flow.sources(flow.outputs[path])
-    row = next(iter(rows))
+    row = min(rows, default="")
     if len(rows) != 1 or row not in inside:
         raise _NoPlanError(f"{path} has no linear layer of its output")
     reads = {p: flow.sources(flow.calls[p].input) for p in inside}
@@ -232,8 +232,9 @@ def _parts(block: nn.Module, call: Call, hf_config: Any, reasons: list[str]) -> 
         if _computes_tokens(module, flow.calls.get(path), hidden):
             continue
         try:
-            if path not in flow.calls or flow.calls[path].input.shape != call.input.shape:
-                raise _NoPlanError(f"{path} does not take the hidden states")
+            through = (flow.calls[path].input, flow.outputs[path]) if path in flow.calls else (None,)
+            if any(getattr(each, "shape", None) != call.input.shape for each in through):
+                raise _NoPlanError(f"{path} does not take hidden states and return such")
             found.append(_tried(block, _part(flow, block, path, hf_config), flow.calls[path]))
         except _NoPlanError as error:
             reasons.append(str(error))
