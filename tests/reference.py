@@ -37,7 +37,7 @@ INDUCTOR = pytest.mark.skipif(" " in torch.__file__, reason="torch's compiler ta
 
 def tiny_config(name: str):
     """Small configurations that cover what the families do differently."""
-    from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig
+    from transformers import GPTNeoXConfig, Lfm2Config, LlamaConfig, MiniCPM3Config, MistralConfig
 
     common: dict = dict(  # noqa: C408
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -54,6 +54,11 @@ def tiny_config(name: str):
             return GPTNeoXConfig(**common, use_parallel_residual=True, tie_word_embeddings=False)
         case "gpt_neox_tied":
             return GPTNeoXConfig(**common, use_parallel_residual=False, tie_word_embeddings=True)
+        case "minicpm3":  # keys and values of all heads from a few values of a token
+            latent = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 8)
+            return MiniCPM3Config(**common, **latent, qk_rope_head_dim=4, num_key_value_heads=4)
+        case "lfm2":  # short convolutions, which are not split
+            return Lfm2Config(**common, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"])
         case _:
             raise ValueError(name)
 

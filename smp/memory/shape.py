@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,13 @@ import torch
 from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.environment.malloc import unused_heap
 from smp.mesh import Mesh
-from smp.models.experts import expert_layers, idle_parameters
+from smp.models.attention_support import number_of
+from smp.models.experts import expert_layers, idle_parameters, is_experts
 from smp.models.meta_model import meta_model
 from smp.models.model_config import ResolvedModel
 from smp.models.parameters import EMBEDDING, HEAD, ParameterSpec, ParameterTable
 from smp.models.projection import projection_size
+from smp.models.tensor_plan import TensorPlan
 
 NONE, SELECTIVE, FULL = "none", "selective", "full"  # recomputation
 
@@ -52,13 +54,14 @@ class ModelShape:
     frozen_but: Trained | None = None  # None: all are trained
     own_trained: Trained = Trained(0, 0, 0, 0)  # of those, the model's own, which tensor parallelism splits
     linear: int = 0  # weights of a block's linear layers
-    experts: int = 0  # parameters of a layer's experts; of a mixture, as the next six
+    experts: int = 0  # parameters of a layer's experts; of a mixture, as the next five
     active: int = 0  # of these, parameters of the experts that a token is sent to
     expert_layers: int = 0  # layers that have them
     idle: int = 0  # parameters of the experts of all layers that a token is not sent to
-    replicated: int = 0  # parameters of such a layer that tensor parallelism does not split, experts among them
     sent: int = 0  # values of a token's hidden states that go to experts: its experts times the hidden width
     routed: int = 0  # values that its experts save of a token, balanced
+    unsplit_layers: int = 0  # with experts or others that tensor parallelism does not split
+    replicated: int = 0  # parameters of such a layer that are not split
 
     @property
     def active_parameters(self) -> int:
@@ -94,11 +97,12 @@ class ModelShape:
     def of_rank(self, parameters: int, blocks: int, tp: int, ep: int = 1) -> int:
         """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
 
-        Key and value projections are replicated where there are fewer heads than ranks, and experts with what is around
-        them; but those that are split over ``ep`` ranks are sharded over tensor-parallel ranks, too.
+        Key and value projections are replicated where there are fewer heads than ranks, and so is what no plan splits,
+        as experts; but those that are split over ``ep`` ranks are sharded over tensor-parallel ranks, too.
         """
         replicated = blocks * self.key_value if 0 < self.key_value_heads < tp else 0
-        replicated += min(blocks, self.expert_layers) * (self.replicated - (self.experts if ep > 1 else 0))
+        replicated += min(blocks, self.unsplit_layers) * self.replicated
+        replicated -= min(blocks, self.expert_layers) * (self.experts if ep > 1 else 0)
         return replicated + -(-(parameters - replicated) // tp)
 
     @property
@@ -222,7 +226,7 @@ def workload(
 
 def _mlp_width(block: torch.nn.Module, hf_config: Any) -> int:
     """Return the MLP's inner width: the config's, or else the widest input that becomes hidden states."""
-    if isinstance(width := getattr(hf_config, "intermediate_size", None), int):
+    if isinstance(width := number_of(hf_config, "intermediate_size"), int):
         return width
     sizes = [projection_size(module) for module in block.modules()]
     return max((size[0] for size in sizes if size and size[1] == hf_config.hidden_size), default=hf_config.hidden_size)
@@ -243,6 +247,17 @@ def _trained(table: ParameterTable, counted: Callable[[ParameterSpec], bool]) ->
     return Trained(sum(units.values()), units.get(EMBEDDING, 0), units.get(HEAD, 0), most)
 
 
+def _unsplit(plan: TensorPlan | None, blocks: Sequence[torch.nn.Module]) -> list[int]:
+    """Count the parameters outside the split parts of each block that has experts, or a part that is not split."""
+    found = []
+    for index, block in enumerate(blocks if plan else ()):
+        parts = plan.of_block(index)  # type: ignore[union-attr]
+        if any(map(is_experts, block.modules())) or not all(part.row for part in parts):
+            split = [p for part in parts if part.row for p in block.get_submodule(part.module).parameters()]
+            found.append(sum(p.numel() for p in block.parameters()) - sum(p.numel() for p in split))
+    return found
+
+
 def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> ModelShape:
     """Count the parameters of a model on the meta device.
 
@@ -255,14 +270,13 @@ def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> Mo
     block, saved = meta.largest_block, meta.saved
     counts = _trained(table, lambda spec: True)
     intermediate = _mlp_width(block, config)
-    heads = getattr(config, "num_attention_heads", None) or 1  # recurrent models have none
-    key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = number_of(config, "num_attention_heads") or 1  # recurrent models have none
+    key_value_heads = number_of(config, "num_key_value_heads") or 0
+    head_dim = number_of(config, "head_dim") or config.hidden_size // heads
     all_trained = all(spec.trained for spec in table)
     layers = expert_layers(meta.model)
     experts = max(layers, key=lambda layer: layer.experts * layer.parameters, default=None)
-    parts = family.tensor_plan.parts if family.tensor_plan and experts else ()
-    split = sum(p.numel() for part in parts for p in block.get_submodule(part.module).parameters())
+    unsplit = _unsplit(family.tensor_plan, meta.blocks)
     return ModelShape(
         parameters=counts.parameters,
         largest_unit=max(counts.table, counts.block, counts.last),
@@ -286,10 +300,11 @@ def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> Mo
         active=experts.top * experts.parameters if experts else 0,
         expert_layers=len(layers),
         idle=idle_parameters(meta.model),
-        replicated=counts.block - split if experts else 0,
         sent=experts.top * config.hidden_size if experts else 0,
         # Of each expert the input and the output, and twice the widths of its matrices between.
         routed=experts.top * 2 * (config.hidden_size + experts.weights // config.hidden_size) if experts else 0,
+        unsplit_layers=len(unsplit),
+        replicated=-(-sum(unsplit) // len(unsplit)) if unsplit else 0,
     )
 
 

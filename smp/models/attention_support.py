@@ -109,11 +109,19 @@ def attention_dropout(hf_config: Any) -> float:
     return next((rate for key, rate in random_rates(hf_config).items() if "att" in key), 0.0)
 
 
+def number_of(hf_config: Any, name: str) -> Any:
+    """Return an attribute of a config, of layers that differ the largest; None: it has none."""
+    try:
+        return getattr(hf_config, name, None)
+    except RuntimeError:  # of transformers, where layers differ
+        return max(getattr(layer, name) for layer in hf_config.per_layer_config)
+
+
 def head_width(hf_config: Any) -> int | None:
     """Return the width of a head; None if it cannot be told, as of heads that differ."""
-    width = getattr(hf_config, "head_dim", None)
+    width = number_of(hf_config, "head_dim")
     if width is None:
-        width, count = (getattr(hf_config, key, None) for key in ("hidden_size", "num_attention_heads"))
+        width, count = (number_of(hf_config, key) for key in ("hidden_size", "num_attention_heads"))
         if isinstance(width, int) and isinstance(count, int):
             return width // count
     return width if isinstance(width, int) else None

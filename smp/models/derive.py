@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from smp.errors import UserError, one_line
-from smp.models.derive_plan import Call, derive_plan
+from smp.models.derive_plan import derive_plan
 from smp.models.experts import TOP_KEYS, implemented_by, without_experts
 from smp.models.family import COMMON_SETTINGS, Family, LogitTransform
 from smp.models.file_names import file_names_of
+from smp.models.flow import Call
 from smp.models.logits import find_logits
 from smp.models.tensor_plan import TensorPlan
 
@@ -245,7 +246,7 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
 
     Args:
         model: of transformers, whole, on the meta device.
-        plan: tensor-parallel plan written by hand; None: that of transformers, if it has one.
+        plan: tensor-parallel plan written by hand; None: one that is derived from the layers, if it can be.
 
     Raises:
         UserError: it is no decoder, or its forward is not embedding, blocks and head.
@@ -274,7 +275,7 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
     why = ""
     if plan is None:
         with without_experts(model):
-            plan, why = derive_plan(model, blocks.removeprefix(prefix), [c for c in calls if c.path in block_paths])
+            plan, why = derive_plan(model, [c for c in calls if c.path in block_paths])
     return Family(
         name=hf_config.model_type,
         hf_model_type=hf_config.model_type,

@@ -1,161 +1,127 @@
-"""A tensor-parallel plan from transformers' own, tried on a part of one block on the meta device."""
+"""A tensor-parallel plan from the layers of a model: how they follow each other, and a trial on the meta device."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from smp.errors import one_line
+from smp.models.attention_support import number_of
 from smp.models.experts import is_experts
-from smp.models.tensor_plan import Part, TensorPlan
-
-_COLUMNS = ("colwise", "colwise_gather_output")
-_ROWS = ("rowwise", "rowwise_split_input")
-_REPLICATED = ("replicated_with_grad_allreduce",)
-
-
-class Call(NamedTuple):
-    """A call of a module in a forward pass."""
-
-    path: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    recorded: bool = True  # by autograd
-
-    @property
-    def input(self) -> Any:
-        """The first argument, or the one that transformers' blocks call hidden_states."""
-        return self.args[0] if self.args else self.kwargs.get("hidden_states")
+from smp.models.flow import Call, Flow, flow_of, run
+from smp.models.tensor_plan import Part, PlanSizes, TensorPlan
 
 
 class _NoPlanError(Exception):
-    """Why transformers' plan cannot be used."""
+    """Why a model, or a module of it, cannot be split."""
 
 
-def _with_experts(blocks: Sequence[nn.Module]) -> set[str]:
-    """Return the names of the children of blocks that have experts in any block: each computes a token by itself.
-
-    They are not split: with sequence parallelism a rank sends its own tokens to experts, and gathers none.
-    """
-    return {name for block in blocks for name, child in block.named_children() if any(map(is_experts, child.modules()))}
+def _int_of(owners: Sequence[Any], *names: str) -> int | None:
+    """Return the first of some attributes that is a number."""
+    values = (number_of(owner, name) for owner in owners for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
-def _styles(hf_config: Any, block_list: str, block: nn.Module, without: set[str]) -> dict[str, str]:
-    """Return the style of each path in a block; a plan may name what only other configs of the type have.
-
-    Args:
-        without: names of the children that are left out.
-    """
-    full = getattr(hf_config, "base_model_tp_plan", None) or {}
-    prefix = f"{block_list}.*."
-    found = {path.removeprefix(prefix): style for path, style in full.items() if path.startswith(prefix)}
-    found = {path: style for path, style in found.items() if _has(block, path) and path.split(".")[0] not in without}
-    if not found:
-        raise _NoPlanError("transformers has no tensor-parallel plan for it")
-    if unknown := sorted(set(found.values()) - {*_COLUMNS, *_ROWS, *_REPLICATED}):
-        raise _NoPlanError(f"transformers' plan splits {unknown[0]!r}, which is not known here")
-    return found
+def _is_attention(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower() or hasattr(module, "head_dim")
 
 
-def _child(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
+def _sizes(module: nn.Module, hf_config: Any, width: int) -> PlanSizes:
+    """Return the numbers of heads of attention, and the width that its output is computed from."""
+    heads = _int_of((module, hf_config), "num_heads", "num_attention_heads", "n_heads")
+    if heads is None or width % heads:
+        raise _NoPlanError(f"its {width} values are not those of {heads or 'a number of'} heads")
+    groups = _int_of((module,), "num_key_value_groups")
+    key_value = _int_of((module, hf_config), "num_key_value_heads", "num_kv_heads") or heads
+    return PlanSizes(heads, heads // groups if groups else key_value, width)
 
 
-def _has(module: nn.Module, path: str) -> bool:
-    """Return whether a path leads to a module or a parameter."""
-    owner, _, name = path.rpartition(".")
-    found = _child(module, owner)
-    return found is not None and getattr(found, name, None) is not None
+def _part(flow: Flow, block: nn.Module, path: str, hf_config: Any) -> Part:
+    """Describe a submodule of which one linear layer makes the output, of what others make of its input."""
+    module, inside = block.get_submodule(path), [p for p in flow.linears if p.startswith(f"{path}.")]
+    rows = flow.sources(flow.outputs[path])
+    row = min(rows, default="")
+    if len(rows) != 1 or row not in inside:
+        raise _NoPlanError(f"{path} has no linear layer of its output")
+    reads = {p: flow.sources(flow.calls[p].input) for p in inside}
+    if not reads[row] <= set(inside):
+        raise _NoPlanError(f"{row} reads what is not of linear layers of {path}")
+    between = {source for reader in inside if reader != row for source in reads[reader]}
+    columns = [p for p in inside if p in reads[row] - between]
+    if not columns or {row} & between:
+        raise _NoPlanError(f"{row} is not the one output of layers that are split by their outputs")
+    given = flow.calls[path].input
+    width: int = block.get_submodule(row).in_features  # type: ignore[assignment]
+    sizes = _sizes(module, hf_config, width) if _is_attention(module) else PlanSizes(0, 0, width)
+    local = {p: p.removeprefix(f"{path}.") for p in inside}
+    inner = tuple(local[p] for p in columns if flow.calls[p].input is not given)
+    fused, of_key_value = {}, []
+    for p in columns:
+        sliced = len(columns) == 1 and flow.is_sliced(p, flow.calls[row].input)
+        kinds = _kinds(module, block.get_submodule(p).out_features, sizes, sliced=sliced)  # type: ignore[arg-type]
+        if kinds is None:
+            raise _NoPlanError(f"nothing tells how to split the {block.get_submodule(p).out_features} outputs of {p}")
+        if kinds == ("key_value",):
+            of_key_value.append(local[p])
+        elif len(kinds) > 1:
+            fused[local[p]] = kinds
+    if sizes.heads and not fused and not of_key_value:
+        sizes = sizes._replace(key_value_heads=sizes.heads)
+    norms, vectors = _others(flow, module, path, set(inside), set(columns), sizes)
+    return Part(
+        path, tuple(local[p] for p in columns), local[row], sizes.heads > 0, tuple(of_key_value), fused, norms,
+        inner=inner, vectors=vectors, sizes=sizes,
+    )  # fmt: skip
 
 
-def _linears(block: nn.Module, paths: Iterable[str]) -> dict[str, nn.Linear]:
-    found = {path: module for path in paths if (module := _child(block, path)) is not None}
-    for path, module in found.items():
-        if not isinstance(module, nn.Linear):
-            raise _NoPlanError(f"{path} is a {type(module).__name__}, and only linear layers are split")
-    return found  # type: ignore[return-value]
+def _kinds(module: nn.Module, outputs: int, sizes: PlanSizes, *, sliced: bool) -> tuple[str, ...] | None:
+    """Return what the outputs of a layer are, one after the other; None: what cannot be told."""
+    heads, key_value, width = sizes
+    if not heads:
+        if outputs == width:
+            return ("width",)
+        return ("width", "width") if sliced and outputs == 2 * width else None
+    of_key_value = {key_value * width // heads, key_value * (_int_of((module,), "head_dim") or 0)}
+    if sliced:
+        return ("heads", "key_value", "key_value") if outputs * heads == (heads + 2 * key_value) * width else None
+    if key_value != heads and outputs in of_key_value:
+        return ("key_value",)
+    return None if outputs % heads else ("heads",)
 
 
-def _parts(block: nn.Module, styles: dict[str, str], heads: int, key_value: int) -> list[Part]:
-    columns = _linears(block, (path for path, style in styles.items() if style in _COLUMNS))
-    rows = _linears(block, (path for path, style in styles.items() if style in _ROWS))
-    found = []
-    for path, row in rows.items():
-        module, _, row_name = path.rpartition(".")
-        own = {p.removeprefix(f"{module}."): layer for p, layer in columns.items() if p.rpartition(".")[0] == module}
-        others = [p for p in rows if p != path and p.rpartition(".")[0] == module]
-        if not module or not own or others:
-            raise _NoPlanError(f"{path} is not the one output of layers that are split by their outputs")
-        found.append(_part(block.get_submodule(module), module, own, row_name, row.in_features, heads, key_value))
-    if left := [p for p in columns if p.rpartition(".")[0] not in {part.module for part in found}]:
-        raise _NoPlanError(f"{left[0]} is split by its outputs, and no layer by its inputs follows it")
-    return found
-
-
-def _part(
-    module: nn.Module, path: str, columns: dict[str, nn.Linear], row: str, width: int, heads: int, key_value: int
-) -> Part:
-    """Describe one module whose inner width is ``width``: attention, by heads, or an MLP."""
-    is_attention = "attention" in type(module).__name__.lower() or hasattr(module, "head_dim")
-    fused: dict[str, tuple[str, ...]] = {}
-    of_key_value: list[str] = []
-    for name, layer in columns.items():
-        rows = layer.out_features
-        if is_attention and len(columns) == 1 and rows * heads == (heads + 2 * key_value) * width:
-            fused[name] = ("heads", "key_value", "key_value")
-        elif is_attention and rows * heads == key_value * width and key_value != heads:
-            of_key_value.append(name)
-        elif is_attention and rows % heads:
-            raise _NoPlanError(f"the {rows} outputs of {path}.{name} are not those of {heads} heads")
-        elif not is_attention and len(columns) == 1 and rows == 2 * width:
-            fused[name] = ("width", "width")
-        elif not is_attention and rows != width:
-            raise _NoPlanError(f"{path}.{name} has {rows} outputs, and {row} takes {width}")
-    norms = tuple(_norms(module, path, {*columns, row}, heads, key_value, width))
-    return Part(path, tuple(columns), row, is_attention, tuple(of_key_value), fused, norms)
-
-
-def _norms(module: nn.Module, path: str, known: set[str], heads: int, key_value: int, width: int) -> Iterator[str]:
-    """Yield the norms over the whole inner width; refuse what else has parameters of the width or of heads."""
-    over_all = {width, width // heads * key_value} - {width // heads}  # not those of each head by itself
+def _others(
+    flow: Flow, module: nn.Module, path: str, linears: set[str], columns: set[str], sizes: PlanSizes
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the norms of a module over its inner width, and its parameters with values for each head."""
+    heads, key_value, width = sizes
+    over_all = {width, width // heads * key_value} - {width // heads} if heads else {width}  # not those of each head
+    norms, vectors = [], []
     for name, child in module.named_modules():
-        if name in known:
+        own = f"{path}.{name}" if name else path
+        if isinstance(child, nn.ModuleList) and len(child) in sizes[:2]:
+            raise _NoPlanError(f"nothing tells which heads those of {own} are of")
+        if own in linears:
             continue
-        for own, parameter in child.named_parameters(recurse=False):
-            if parameter.ndim == 1 and parameter.numel() in over_all:
+        for key, parameter in child.named_parameters(recurse=False):
+            read = flow.sources(flow.calls[own].input) if name and own in flow.calls else columns
+            if not name and heads and parameter.shape == (heads,):
+                vectors.append(key)
+            elif parameter.ndim == 1 and name and not read & columns:
+                continue  # of what is not split
+            elif parameter.ndim == 1 and parameter.numel() in over_all:
                 if "RMSNorm" not in type(child).__name__:
-                    raise _NoPlanError(f"{path}.{name} is a {type(child).__name__} over all heads")
-                yield name
-            elif parameter.ndim > 1 or parameter.numel() == heads:
-                raise _NoPlanError(f"nothing tells how to split {own} of {path}{'.' * bool(name)}{name}")
+                    raise _NoPlanError(f"{own} is a {type(child).__name__} over all heads")
+                norms.append(name)
+            elif not name or parameter.ndim > 1 or parameter.numel() == heads:
+                raise _NoPlanError(f"nothing tells how to split {key} of {own}")
+    return tuple(norms), tuple(vectors)
 
 
-def _check_rest(block: nn.Module, parts: Sequence[Part], hidden: int, without: set[str]) -> None:
-    """Check that everything outside the parts computes each token by itself: norms and factors have vectors only."""
-    for name, parameter in block.named_parameters():
-        inside = any(name.startswith(f"{part.module}.") for part in parts) or name.split(".")[0] in without
-        if not inside and (parameter.ndim > 1 or parameter.numel() not in (1, hidden)):
-            raise _NoPlanError(f"transformers' plan says nothing of {name}")
-
-
-def _check_alike(blocks: Sequence[nn.Module], without: set[str]) -> None:
-    """Check that all blocks have the same parameters of the same shapes, but in the children that are left out."""
-    shapes = [
-        {name: p.shape for name, p in block.named_parameters() if name.split(".")[0] not in without} for block in blocks
-    ]
-    for index, found in enumerate(shapes):
-        if found != shapes[0]:
-            raise _NoPlanError(f"its blocks differ: block {index} has other parameters than block 0")
-
-
-def _shrink(layer: nn.Linear, *, outputs: int | None = None, inputs: int | None = None) -> None:
+def _shrink(layer: Any, *, outputs: int | None = None, inputs: int | None = None) -> None:
     outputs, inputs = outputs or layer.out_features, inputs or layer.in_features
     layer.weight = nn.Parameter(torch.empty(outputs, inputs, device="meta"))
     if layer.bias is not None:
@@ -163,126 +129,202 @@ def _shrink(layer: nn.Linear, *, outputs: int | None = None, inputs: int | None 
     layer.out_features, layer.in_features = outputs, inputs
 
 
-def _cut(block: nn.Module, parts: Sequence[Part], heads: int, key_value: int, degree: int) -> nn.Module:
-    """Return a copy of a block on the meta device with the share of one of ``degree`` ranks."""
-    block = copy.deepcopy(block)
+def _cut(module: Any, part: Part, sizes: PlanSizes, degree: int) -> Any:
+    """Return a copy of a part's module on the meta device with the share of one of ``degree`` ranks."""
+    module = copy.deepcopy(module)
+    heads, key_value, width = sizes
     rank_key_value = max(1, key_value // degree)
-    for part in parts:
-        module = block.get_submodule(part.module)
-        if not part.heads and module.get_submodule(part.row).in_features % degree:  # type: ignore[operator]
-            continue  # ranks have unequal shares, of which this is none
-        for name in part.columns:
-            layer: Any = module.get_submodule(name)
-            rows = layer.out_features
-            if name in part.key_value:
-                rows = rows // key_value * rank_key_value
-            elif "key_value" in part.fused.get(name, ()):
-                rows = rows // (heads + 2 * key_value) * (heads // degree + 2 * rank_key_value)
-            else:
-                rows //= degree
-            _shrink(layer, outputs=rows)
-        row: Any = module.get_submodule(part.row)
-        width = row.in_features
-        _shrink(row, inputs=width // degree)
-        for name in part.norms:
-            norm = module.get_submodule(name)
-            full = norm.weight.numel()  # type: ignore[union-attr, operator]
-            share = full // degree if full == width else full // key_value * rank_key_value
-            norm.weight = nn.Parameter(torch.empty(share, device="meta"))
-        if part.heads and hasattr(module, "num_key_value_groups"):
-            module.num_key_value_groups = heads // degree // rank_key_value  # type: ignore[assignment]
-    return block
+    for name in part.columns:
+        layer = module.get_submodule(name)
+        rows = layer.out_features
+        if name in part.key_value:
+            rows = rows // key_value * rank_key_value
+        elif "key_value" in part.fused.get(name, ()):
+            rows = rows // (heads + 2 * key_value) * (heads // degree + 2 * rank_key_value)
+        else:
+            rows //= degree
+        _shrink(layer, outputs=rows)
+    _shrink(module.get_submodule(part.row), inputs=width // degree)
+    for name in part.norms:
+        norm = module.get_submodule(name)
+        full = norm.weight.numel()
+        share = full // degree if full == width else full // key_value * rank_key_value
+        norm.weight = nn.Parameter(torch.empty(share, device="meta"))
+    for name in part.vectors:
+        setattr(module, name, nn.Parameter(torch.empty(heads // degree, device="meta")))
+    if part.heads and hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = heads // degree // rank_key_value
+    return module
 
 
-def _counts(module: nn.Module, heads: int, key_value: int) -> list[str]:
+def _counts(module: nn.Module, sizes: PlanSizes) -> list[str]:
     """Return the attributes of an attention module that may count its heads."""
+    heads = sizes[:2]
     own = [
         name
         for name, value in vars(module).items()
-        if type(value) is int and value in (heads, key_value) and "head" in name and "dim" not in name
+        if type(value) is int and value in heads and "head" in name and "dim" not in name
         and name != "num_key_value_groups"
     ]  # fmt: skip
     config = getattr(module, "config", None)
     names = ("num_attention_heads", "num_key_value_heads")
-    return own + [f"config.{name}" for name in names if getattr(config, name, None) in (heads, key_value)]
+    return own + [f"config.{name}" for name in names if _int_of((config,), name) in heads]
 
 
-def _set_counts(module: Any, names: Sequence[str], heads: int, key_value: int, degree: int) -> None:
+def _set_counts(module: Any, names: Sequence[str], sizes: PlanSizes, degree: int) -> None:
     """Give a module the numbers of one of ``degree`` ranks."""
     if any(name.startswith("config.") for name in names):
         module.config = copy.copy(module.config)
     for name in names:
         target, own = (module.config, name.removeprefix("config.")) if "." in name else (module, name)
         full = getattr(target, own)
-        setattr(target, own, full // degree if full == heads else max(1, key_value // degree))
+        setattr(target, own, full // degree if full == sizes.heads else max(1, sizes.key_value_heads // degree))
 
 
-def _runs(block: nn.Module, call: Call) -> str:
-    """Return why a block on the meta device does not run with the arguments of a call; empty: it does."""
+def _tried(block: nn.Module, part: Part, call: Call) -> Part:
+    """Try the share of a rank, with the attributes changed that must be: of the module, its config, or both."""
+    module, sizes = block.get_submodule(part.module), part.sizes
+    assert sizes is not None
+    heads, key_value, width = sizes
+    fits: Callable[[int], bool] = lambda d: not heads % d and not (key_value % d and d % key_value)  # noqa: E731
+    degree = next((d for d in range(2, (heads or width) + 1) if (fits(d) if heads else not width % d)), 0)
+    names, why = _counts(module, sizes) if heads else [], ""
+    if not degree:
+        return part
+    for choice in ((lambda _: False), (lambda name: "." not in name), (lambda name: "." in name), (lambda _: True)):
+        share, counts = _cut(module, part, sizes, degree), tuple(filter(choice, names))
+        _set_counts(share, counts, sizes, degree)
+        try:
+            shape = run(share, call).shape
+            if shape == call.input.shape:
+                return Part(**{**vars(part), "counts": counts})
+            why = why or f"it returns {tuple(shape)}"
+        except Exception as error:  # of any type: code of any model
+            why = why or one_line(error, 150)
+    raise _NoPlanError(f"a rank's share of {part.module} does not run ({why})")
+
+
+def _computes_tokens(module: nn.Module, call: Call | None, hidden: int) -> bool:
+    """Return whether a submodule of a block computes each token by itself, on whichever rank has it."""
+    if any(map(is_experts, module.modules())) or isinstance(module, nn.Linear):
+        return True  # with sequence parallelism a rank sends its own tokens to experts, and gathers none
+    if call is not None and torch.is_tensor(call.input) and call.input.ndim == 2:
+        return True  # of all rows: a router
+    return all(p.ndim == 1 and p.numel() in (1, hidden) for p in module.parameters())  # a norm
+
+
+def _parts(block: nn.Module, call: Call, hf_config: Any, reasons: list[str]) -> tuple[Part, ...]:
+    """Return the parts of a block; what cannot be split computes all tokens on each rank.
+
+    Args:
+        reasons: gets why submodules are not split.
+    """
+    hidden = call.input.shape[-1]
+    for name, parameter in block.named_parameters(recurse=False):
+        if parameter.numel() not in (1, hidden):
+            raise _NoPlanError(f"nothing tells how to split {name} of its blocks")
     try:
-        with torch.no_grad(), torch.device("meta"):
-            found = block(*call.args, **call.kwargs)
+        flow = flow_of(block, call)
     except Exception as error:  # of any type: code of any model
-        return one_line(error, 150)
-    found = found if torch.is_tensor(found) else found[0]
-    return "" if found.shape == call.input.shape else f"it returns {tuple(found.shape)}"
+        raise _NoPlanError(f"its blocks do not run by themselves ({one_line(error, 150)})") from error
+    found = []
+    for path, module in block.named_children():
+        if _computes_tokens(module, flow.calls.get(path), hidden):
+            continue
+        try:
+            through = (flow.calls[path].input, flow.outputs[path]) if path in flow.calls else (None,)
+            if any(getattr(each, "shape", None) != call.input.shape for each in through):
+                raise _NoPlanError(f"{path} does not take hidden states and return such")
+            found.append(_tried(block, _part(flow, block, path, hf_config), flow.calls[path]))
+        except _NoPlanError as error:
+            reasons.append(str(error))
+            found.append(Part(path))
+    return tuple(found)
 
 
-def _with_counts(
-    block: nn.Module, parts: list[Part], call: Call, heads: int, key_value: int, degree: int
-) -> list[Part]:
-    """Find the attributes that must change for a rank's share of the heads: of the module, its config, or both."""
-    where = [index for index, part in enumerate(parts) if part.heads]
-    candidates = [_counts(block.get_submodule(parts[index].module), heads, key_value) for index in where]
-    why = ""
-    for choice in (
-        lambda name: False,
-        lambda name: "." not in name,
-        lambda name: "." in name,
-        lambda name: True,
-    ):
-        share = _cut(block, parts, heads, key_value, degree)
-        chosen = {index: tuple(filter(choice, names)) for index, names in zip(where, candidates, strict=True)}
-        for index, names in chosen.items():
-            _set_counts(share.get_submodule(parts[index].module), names, heads, key_value, degree)
-        why_not = _runs(share, call)
-        if not why_not:
-            return [Part(**{**vars(part), "counts": chosen.get(index, ())}) for index, part in enumerate(parts)]
-        why = why or why_not
-    raise _NoPlanError(f"a rank's share of its heads does not run ({why})")
+def _check_rest(block: nn.Module, parts: Sequence[Part], call: Call) -> None:
+    """Check that what is outside the parts runs with half of the tokens, as under sequence parallelism."""
+    hooks, half = [], call.input.shape[1] // 2
+
+    def gather(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = Call("", args, kwargs)
+        batch, _, width = given.input.shape
+        changed = given.with_input(given.input.new_empty(batch, 2 * half, width))
+        return changed.args, changed.kwargs
+
+    def scatter(module: nn.Module, args: Any, found: Any) -> Any:
+        if isinstance(found, tuple):
+            return found[0][:, :half].contiguous(), *found[1:]
+        return found[:, :half].contiguous()
+
+    for part in parts:
+        module = block.get_submodule(part.module)
+        hooks.append(module.register_forward_pre_hook(gather, with_kwargs=True))
+        hooks.append((module.get_submodule(part.row) if part.row else module).register_forward_hook(scatter))
+    try:
+        shape = run(block, call.with_input(call.input[:, :half].contiguous())).shape
+        why = f"it returns {tuple(shape)}" if shape != (*call.input.shape[:1], half, call.input.shape[2]) else ""
+    except Exception as error:  # of any type: code of any model
+        why = one_line(error, 150)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if why:
+        raise _NoPlanError(f"its blocks do not run with a part of the tokens ({why})")
 
 
-def derive_plan(model: nn.Module, block_list: str, calls: Sequence[Call]) -> tuple[TensorPlan | None, str]:
-    """Derive the plan of a model from transformers' ``base_model_tp_plan``.
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    """Return what tells blocks apart that are not split alike."""
+    return *((name, type(m)) for name, m in block.named_modules()), *((n, p.shape) for n, p in block.named_parameters())
+
+
+def _hands_on(call: Call) -> bool:
+    """Return whether blocks read what others have put into a mapping: pairs of keys and values, and no masks."""
+    mappings = [value for value in call.kwargs.values() if isinstance(value, Mapping)]
+    return any(isinstance(value, tuple) for mapping in mappings for value in mapping.values())
+
+
+def derive_plan(model: nn.Module, calls: Sequence[Call]) -> tuple[TensorPlan | None, str]:
+    """Derive the plan of a model from its layers.
 
     Args:
         model: on the meta device.
-        block_list: path of the blocks in the model without its head.
-        calls: of the blocks, in a forward on the meta device.
+        calls: of its blocks, in a forward on the meta device.
 
     Returns:
         The plan, and an empty text; or None, and why there is none.
     """
-    hf_config: Any = model.config
     blocks = [model.get_submodule(call.path) for call in calls]
-    heads = getattr(hf_config, "num_attention_heads", None)
+    kinds: dict[Any, tuple[Part, ...]] = {}
+    reasons: list[str] = []
+    of_block = [_kind(block) for block in blocks]
+    firsts = {kind: of_block.index(kind) for kind in of_block}
     try:
-        without = _with_experts(blocks)
-        styles = _styles(hf_config, block_list, blocks[0], without)
-        if type(heads) is not int:
-            raise _NoPlanError("its config does not tell the number of heads")
-        key_value = getattr(hf_config, "num_key_value_heads", None) or heads
-        _check_alike(blocks, without)
-        parts = _parts(blocks[0], styles, heads, key_value)
-        _check_rest(blocks[0], parts, calls[0].input.shape[-1], without)
-        degree = next((d for d in range(2, heads + 1) if heads % d == 0 and not (key_value % d and d % key_value)), 0)
-        widths: list[Any] = [blocks[0].get_submodule(f"{p.module}.{p.row}").in_features for p in parts if not p.heads]
-        if degree:
-            parts = _with_counts(blocks[0], parts, calls[0], heads, key_value, degree)
-        if without and not widths:  # no MLP is split, and a rank has as much as of the heads
-            widths = [heads]
-        if len(set(widths)) != 1:
-            raise _NoPlanError("its blocks have no MLP, or several of different widths")
+        if any(map(_hands_on, calls)):
+            raise _NoPlanError("its blocks hand on keys and values to others")
+        for kind, index in firsts.items():
+            kinds[kind] = _parts(blocks[index], calls[index], model.config, reasons)
+        parts = [part for block_parts in kinds.values() for part in block_parts]
+        split = [part for part in parts if part.row]
+        mixtures = any(map(is_experts, model.modules()))
+        if not any(part.heads for part in split):
+            raise _NoPlanError("; ".join(reasons[:1]) or "its blocks have no attention")
+        if all(part.heads for part in split) and not mixtures:
+            raise _NoPlanError("; ".join(reasons[:1]) or "no submodule of its blocks is an MLP")
+        for kind, index in firsts.items():
+            _check_rest(blocks[index], kinds[kind], calls[index])
     except _NoPlanError as error:
         return None, str(error)
-    return TensorPlan(tuple(parts), heads, key_value, widths[0]), ""
+    return _as_plan(parts, [kinds[kind] for kind in of_block]), ""
+
+
+def _as_plan(parts: Sequence[Part], by_block: Sequence[tuple[Part, ...]]) -> TensorPlan:
+    """Return the plan of blocks, which may be alike."""
+    sizes = [part.sizes for part in parts if part.sizes]
+    attention = next(each for each in sizes if each.heads)
+    width = next((each.width for each in sizes if not each.heads), attention.heads)
+    alike = all(each == by_block[0] for each in by_block)
+    return TensorPlan(
+        by_block[0] if alike else tuple(parts), attention.heads, attention.key_value_heads, width,
+        () if alike else tuple(by_block),
+    )  # fmt: skip

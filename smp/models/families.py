@@ -16,8 +16,6 @@ from smp.yaml_input import strict_yaml
 # Wheels are unpacked on installation, so that the resource is a folder on disk.
 _PRESETS = pathlib.Path(str(importlib.resources.files("smp.models"))) / "presets"
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-
 _LLAMA = Family(
     name="llama",
     hf_model_type="llama",
@@ -122,37 +120,10 @@ def _plan(attention: Part, up: str, down: str, **sizes: Any) -> TensorPlan:
     return TensorPlan(parts=(attention, Part("mlp", (up,), down)), **sizes)
 
 
-def _llama_like(hf_config: Any) -> TensorPlan | None:
-    """Return the plan of Llama's layout; None: it has a norm of its own for each head (StableLM)."""
-    if getattr(hf_config, "qk_layernorm", False):
-        return None
-    attention, mlp = LLAMA_PLAN.parts
-    if hf_config.model_type == "bitnet":  # norms before the output and the down projection
-        attention, mlp = (
-            dataclasses.replace(part, norms=(norm,))
-            for part, norm in ((attention, "attn_sub_norm"), (mlp, "ffn_sub_norm"))
-        )
-    elif hf_config.model_type == "stablelm":
-        attention = dataclasses.replace(attention, counts=("num_heads", "num_key_value_heads"))
-    return TensorPlan(parts=(attention, mlp))
-
-
-def _gptj(hf_config: Any) -> TensorPlan:
-    """Return the plan of GPT-J."""
-    attention = Part("attn", _QKV, "out_proj", heads=True, counts=("num_attention_heads",))
-    return _plan(attention, "fc_in", "fc_out", width=hf_config.n_inner or 4 * hf_config.hidden_size)
-
-
 def _gpt_neo(hf_config: Any) -> TensorPlan:
     """Return the plan of GPT-Neo."""
-    attention = Part("attn.attention", _QKV, "out_proj", heads=True, counts=("num_heads",))
+    attention = Part("attn.attention", ("q_proj", "k_proj", "v_proj"), "out_proj", heads=True, counts=("num_heads",))
     return _plan(attention, "c_fc", "c_proj", width=hf_config.intermediate_size or 4 * hf_config.hidden_size)
-
-
-def _persimmon(hf_config: Any) -> TensorPlan:
-    """Return the plan of Persimmon: queries, keys and values of a head are neighbours."""
-    attention = Part("self_attn", ("query_key_value",), "dense", heads=True, counts=("num_heads",))
-    return _plan(attention, "dense_h_to_4h", "dense_4h_to_h")
 
 
 def _gpt2(hf_config: Any) -> TensorPlan:
@@ -199,15 +170,10 @@ def _falcon(hf_config: Any) -> TensorPlan | None:
     )
 
 
-# model_type -> the tensor-parallel plan of a config, for types of which transformers has none that can be used.
+# model_type -> the tensor-parallel plan of a config, for types of which none can be derived.
 TENSOR_PLANS: Mapping[str, Callable[[Any], TensorPlan | None]] = {
-    "bitnet": _llama_like,
     "falcon": _falcon,
     "gpt2": _gpt2,
     "gpt_bigcode": _gpt_bigcode,
     "gpt_neo": _gpt_neo,
-    "gptj": _gptj,
-    "hunyuan_v1_dense": _llama_like,
-    "persimmon": _persimmon,
-    "stablelm": _llama_like,
 }

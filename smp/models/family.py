@@ -94,7 +94,10 @@ class Family:
         if self.tensor_plan is None or path in (self.embedding, self.head):
             return "outputs" if self.tensor_plan else None
         block = path.removeprefix(f"{self.blocks}.")
-        return self.tensor_plan.axes.get(block.partition(".")[2]) if block != path else None
+        if block == path:
+            return None
+        index, _, inside = block.partition(".")
+        return self.tensor_plan.axes(int(index)).get(inside)
 
 
 def tensor_parallel_problems(family: Family, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:

@@ -7,13 +7,23 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
+class PlanSizes(NamedTuple):
+    """Numbers of a model that a plan splits."""
+
+    heads: int
+    key_value_heads: int
+    width: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A submodule of a block that computes on whole sequences, between two splits of its weights.
 
+    One without ``row`` is not split: with sequence parallelism each rank computes all tokens, and keeps its own.
+
     Attributes:
         module: path in the block. Its first argument (or ``hidden_states``) is gathered over the sequence.
-        columns: paths in ``module`` of the linear layers that read the input, split by their outputs.
+        columns: paths in ``module`` of the linear layers that are split by their outputs.
         row: path in ``module`` of the linear layer of the output, split by its inputs.
         heads: whether the columns' outputs are attention heads, none of which is cut.
         key_value: those of ``columns`` for keys and values alone, which may have fewer heads.
@@ -22,24 +32,22 @@ class Part:
         norms: paths in ``module`` of RMS norms over all heads of a column's output together.
         counts: attributes of ``module`` that count heads or widths, which a rank has fewer of; ``config.`` before
             those of its config.
+        inner: those of ``columns`` that read what other layers of ``module``, which are not split, make of its input.
+        vectors: parameters of ``module`` itself with as many values for each head.
+        sizes: its numbers, where they are not those of the plan.
     """
 
     module: str
-    columns: tuple[str, ...]
-    row: str
+    columns: tuple[str, ...] = ()
+    row: str = ""
     heads: bool = False
     key_value: tuple[str, ...] = ()
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     norms: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
-
-
-class PlanSizes(NamedTuple):
-    """Numbers of a model that a plan splits."""
-
-    heads: int
-    key_value_heads: int
-    width: int
+    inner: tuple[str, ...] = ()
+    vectors: tuple[str, ...] = ()
+    sizes: PlanSizes | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,21 +58,27 @@ class TensorPlan:
     they run on a rank's tokens.
 
     Attributes:
-        parts: in the order of the forward.
+        parts: in the order of the forward; of blocks that differ, those of all.
         heads, key_value_heads, width: number of heads, of key and value heads, and of the columns' outputs where a
             part has no heads; or the config keys of them (absent: as many key and value heads as heads).
+        by_block: of blocks that differ, the parts of each.
     """
 
     parts: tuple[Part, ...]
     heads: str | int = "num_attention_heads"
     key_value_heads: str | int = "num_key_value_heads"
     width: str | int = "intermediate_size"
+    by_block: tuple[tuple[Part, ...], ...] = ()
 
-    @property
-    def axes(self) -> dict[str, str]:
-        """Axes along which the linear layers of a block are split, by path: ``outputs`` or ``inputs``."""
-        columns = {f"{part.module}.{path}": "outputs" for part in self.parts for path in part.columns}
-        return columns | {f"{part.module}.{part.row}": "inputs" for part in self.parts}
+    def of_block(self, index: int) -> tuple[Part, ...]:
+        """Return the parts of a block."""
+        return self.by_block[index] if self.by_block else self.parts
+
+    def axes(self, index: int) -> dict[str, str]:
+        """Return the axes along which the linear layers of a block are split, by path: ``outputs`` or ``inputs``."""
+        split = [part for part in self.of_block(index) if part.row]
+        columns = {f"{part.module}.{path}": "outputs" for part in split for path in part.columns}
+        return columns | {f"{part.module}.{part.row}": "inputs" for part in split}
 
     def sizes(self, hf_config: Any) -> PlanSizes:
         """Return the numbers of a model."""
@@ -101,13 +115,15 @@ def leaves_a_rank_empty(total: int, size: int) -> bool:
 
 def degree_reasons(plan: TensorPlan, hf_config: Any, *, degree: int, shard: int) -> list[str]:
     """Return the reasons against a degree above 1."""
-    (heads, key_value, width), hidden = plan.sizes(hf_config), hf_config.hidden_size
+    hidden, split = hf_config.hidden_size, [part for part in plan.parts if part.row]
     found = []
-    if heads % degree:
-        found.append(f"does not divide the {heads} attention heads")
-    elif key_value % degree and degree % key_value:
-        found.append(f"neither divides the {key_value} key/value heads nor is a multiple of them")
-    for what, size in (("vocabulary", hf_config.vocab_size), ("MLP", width)):
+    for heads, key_value, _ in dict.fromkeys(part.sizes or plan.sizes(hf_config) for part in split if part.heads):
+        if heads % degree:
+            found.append(f"does not divide the {heads} attention heads")
+        elif key_value % degree and degree % key_value:
+            found.append(f"neither divides the {key_value} key/value heads nor is a multiple of them")
+    widths = dict.fromkeys((part.sizes or plan.sizes(hf_config)).width for part in split if not part.heads)
+    for what, size in (("vocabulary", hf_config.vocab_size), *(("MLP", width) for width in widths)):
         if leaves_a_rank_empty(size, degree):
             found.append(f"leaves a rank without any of the {what}'s {size} rows")
         elif size % degree and hidden % shard:
@@ -115,4 +131,4 @@ def degree_reasons(plan: TensorPlan, hf_config: Any, *, degree: int, shard: int)
                 f"does not divide the {what}'s {size} rows, and --hybrid_shard_degree {shard} does not divide the "
                 f"hidden width {hidden}, along which they would be sharded then"
             )
-    return found
+    return list(dict.fromkeys(found))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from smp.models.attention_support import number_of
 from smp.models.experts import expert_layers
 from smp.models.meta_model import meta_model
 from smp.models.parameters import ParameterTable
@@ -71,8 +72,8 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
         products = 4 * count + 6 * trained + 2 * own  # a weight's gradient is a product
         counted = f"4 x {count} frozen matmul weights ({which}) + 6 x {trained} trained ones"
         counted += f" + 2 x {own} of the head" if own else ""
-    attention, heads = _attention_layers(hf_config), getattr(hf_config, "num_attention_heads", None) or 1
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    attention, heads = _attention_layers(hf_config), number_of(hf_config, "num_attention_heads") or 1
+    head_dim = number_of(hf_config, "head_dim") or hf_config.hidden_size // heads
     formula = (
         f"{counted} + 12 x {attention} layers x {heads} query heads x {head_dim} head width x {sequence_length} tokens "
         f"(full attention square), forward and backward, without recomputation (PaLM, appendix B)"

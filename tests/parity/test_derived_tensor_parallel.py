@@ -30,6 +30,7 @@ def config_of(model_type, **changes):
     return config
 
 
+LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 FALCONS = [{"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}]
 GROUPED = {"intermediate_size": 48, "num_key_value_heads": 1}
 
@@ -47,6 +48,9 @@ def _cases():
         config_of("olmo2", **{**GROUPED, "num_key_value_heads": 2}),
         config_of("gemma2", head_dim=8, sliding_window=4, query_pre_attn_scalar=8, **GROUPED),
         config_of("glm", head_dim=8, attention_bias=True, **{**GROUPED, "num_key_value_heads": 2}),
+        config_of("minicpm3", intermediate_size=48, q_lora_rank=8, attention_bias=True, **LATENT),
+        config_of("granite_swa", layer_types=["sliding_attention", "full_attention"], sliding_window=4, **GROUPED),
+        config_of("lfm2", layer_types=["conv", "full_attention"], **GROUPED),
     ]
     for config in configs:
         family_of(build(config, attention="eager").config)  # derived once, in fp32
@@ -69,7 +73,14 @@ def test_gradients_equal_those_of_the_whole_model():
 
 def _check_four():
     wide = {**GROUPED, "num_key_value_heads": 2}
-    configs = [config_of("phi3", **wide), config_of("olmo2", **wide), config_of("gpt2", n_positions=32)]
+    configs = [
+        config_of("phi3", **wide),
+        config_of("olmo2", **wide),
+        config_of("gpt2", n_positions=32),
+        config_of("granite_swa", layer_types=["sliding_attention", "full_attention"], sliding_window=4, **wide),
+        config_of("minicpm3", intermediate_size=48, q_lora_rank=8, **LATENT),
+        config_of("lfm2", layer_types=["conv", "full_attention"], **wide),
+    ]
     for config in configs:
         family_of(config)
     with in_double():

@@ -27,6 +27,7 @@ from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup
 from smp.train.step import train_step
 from tests.distributed import run_distributed
+from tests.model_checks import in_double
 from tests.reference import (
     CLIP,
     LR,
@@ -146,6 +147,21 @@ def check_files(model, settings, name, folder):
 def test_steps_and_files_are_those_of_peft(name, world_size, tmp_path):
     peft_of(build_reference(name, torch.float64)).save_pretrained(tmp_path / "adapter")
     run_distributed(check_layouts, name, LAYOUTS[world_size], tmp_path, world_size=world_size)
+
+
+def check_in_double(name, layouts, folder):
+    with in_double():
+        check_layouts(name, layouts, folder)
+
+
+@pytest.mark.parametrize("name", ["minicpm3", "lfm2"])
+@pytest.mark.full
+def test_adapters_of_layers_that_tensor_parallelism_does_not_split(name, tmp_path):
+    model = build_reference(name, torch.float64)
+    peft_of(model).save_pretrained(tmp_path / "adapter")
+    family_of(model.config)  # derived in fp32, as always
+    layouts = [layout for layout in LAYOUTS[2] if layout.tp == 2]
+    run_distributed(check_in_double, name, layouts, tmp_path, world_size=2)
 
 
 def check_script(folder):

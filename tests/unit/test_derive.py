@@ -72,9 +72,13 @@ def test_norms_over_all_heads_are_told_from_those_of_each():
 @pytest.mark.parametrize(
     ("model_type", "values", "words"),
     [
-        ("bloom", {}, "transformers has no tensor-parallel plan"),
-        ("minicpm3", {}, "'mla_kv_a_proj', which is not known here"),
+        ("bloom", {}, "self_attention has no linear layer of its output"),  # but one and a residual
+        ("opt", {}, "no submodule of its blocks is an MLP"),
+        ("mamba", {}, "nothing tells how to split"),
+        ("diffllama", {}, "nothing tells how to split lambda_q1 of self_attn"),
         ("cohere", {"use_qk_norm": True}, "q_norm"),
+        ("stablelm", {"qk_layernorm": True}, "which heads those of self_attn.q_layernorm.norms are of"),
+        ("falcon", {"alibi": True}, "does not run"),
     ],
 )
 def test_a_plan_that_cannot_be_used_says_why(model_type, values, words):
@@ -164,7 +168,7 @@ def test_a_plan_by_hand_takes_the_place_of_none(monkeypatch):
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     config = config_of("diffllama", **WIDE)
     family = smp.family_of(config)
-    assert family.tensor_plan is None and "no tensor-parallel plan" in family.no_tensor_plan
+    assert family.tensor_plan is None and family.no_tensor_plan
     smp.register_family(dataclasses.replace(family, tensor_plan=LLAMA_PLAN))
     assert smp.family_of(config).tensor_plan is LLAMA_PLAN
 

@@ -7,7 +7,7 @@ computes with their local tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,25 @@ class Replicated(NamedTuple):
     module: nn.Module
     name: str
     summed: bool  # whether its gradient is the sum of the ranks'
+
+
+def compute_with(
+    module: nn.Module, tensors: Callable[[], dict[str, torch.Tensor | None]], caller: nn.Module | None = None
+) -> None:
+    """Let tensors replace a module's parameters, by name, during its ``forward``, or that of ``caller``."""
+    caller = caller or module
+    forward = caller.forward
+
+    def with_local(*args: Any, **kwargs: Any) -> Any:
+        local = tensors()
+        own = {name: module._parameters[name] for name in local}
+        module._parameters.update(local)  # type: ignore[arg-type]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    caller.forward = with_local  # type: ignore[method-assign]
 
 
 class ReplicatedParams:
@@ -75,19 +94,10 @@ class ReplicatedParams:
             )
         return self._now[index]
 
-    def compute_with(self, module: nn.Module) -> None:
-        """Let a module compute with them: they replace its parameters during its ``forward``."""
-        forward, indices = module.forward, {h.name: i for i, h in enumerate(self.params) if h.module is module}
-
-        def with_local(*args: Any, **kwargs: Any) -> Any:
-            own = {name: module._parameters[name] for name in indices}
-            module._parameters.update({name: self.tensor(i) for name, i in indices.items()})  # type: ignore[misc]
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                module._parameters.update(own)
-
-        module.forward = with_local  # type: ignore[method-assign]
+    def compute_with(self, module: nn.Module, caller: nn.Module | None = None) -> None:
+        """Let a module compute with them, or a caller that reads its parameters itself."""
+        indices = {h.name: i for i, h in enumerate(self.params) if h.module is module}
+        compute_with(module, lambda: {name: self.tensor(i) for name, i in indices.items()}, caller)
 
     def surround(self, module: nn.Module) -> None:
         """Wrap a module's forward in :meth:`open`."""
@@ -106,14 +116,18 @@ class ColumnParallel:
     Args:
         slices: of a layer with a replicated weight or bias, the rows that this rank computes.
         redistributions: of a fused layer, how the rows of its weight come here.
+        inner: layers that read something else, which layers that are not split make of the input.
+        shared: whether other layers read the input, too.
     """
 
     def __init__(
         self, tp: TPGroup, linears: list[nn.Linear], slices: Mapping[int, Any],
-        redistributions: Mapping[int, RowRedistribution], replicated: ReplicatedParams,
+        redistributions: Mapping[int, RowRedistribution], replicated: ReplicatedParams, *,
+        inner: Collection[int] = (), shared: bool = False,
     ):  # fmt: skip
         self.tp, self.linears, self.slices, self.replicated = tp, linears, slices, replicated
-        self.redistributions = redistributions
+        self.redistributions, self.shared = redistributions, shared
+        self._outer = [index for index in range(len(linears)) if index not in inner]
         self._names = [("weight", "bias", *product_of(layer).own) for layer in linears]
         self._indices = [
             {name: replicated.index_of(layer, name) for name in names}
@@ -124,11 +138,16 @@ class ColumnParallel:
         self._outputs: dict[int, torch.Tensor] = {}
         self._products: tuple[Product, ...] = ()
         for index, layer in enumerate(linears):
-            layer.forward = self._forward_of(index)  # type: ignore[method-assign,assignment]
+            of_input = index in self._outer
+            layer.forward = self._forward_of(index) if of_input else self._inner_forward_of(index)  # type: ignore[method-assign,assignment]
 
     def _forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         # Not functools.partial, for which torch.compile would compile every block anew.
         return lambda x: self._output(index, x)
+
+    def _inner_forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        # The gradient of x is partial: so are those of the layers before, and of the input.
+        return lambda x: linear(self.linears[index], x, *self._of_layer(index))  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def input(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -136,12 +155,14 @@ class ColumnParallel:
         tp = self.tp
         self._part = part
         # Before the part forks the generators: of their common input the ranks draw the same.
-        self._products = tuple(map(product_of_call, self.linears))
-        if tp.overlap:
+        self._products = tuple(product_of_call(self.linears[index]) for index in self._outer)
+        if tp.overlap and self._outer:
             self._gathered, outputs = gathered_linears(tp, self._products, part, self._parameters())
-            self._outputs = dict(enumerate(outputs))
+            self._outputs = dict(zip(self._outer, outputs, strict=True))
+        elif tp.sequence_parallel:
+            self._gathered = GatherTokens.apply(part, tp)
         else:
-            self._gathered = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
+            self._gathered = SumGradients.apply(tp, part)[0] if self.shared else part
         try:
             yield self._gathered  # type: ignore[misc]
         finally:
@@ -157,8 +178,11 @@ class ColumnParallel:
         redistributed = name == "weight" and index in self.redistributions
         return RedistributeRows.apply(tensor, self.redistributions[index]) if redistributed else tensor
 
+    def _of_layer(self, index: int) -> list[torch.Tensor | None]:
+        return [self._parameter(index, name) for name in self._names[index]]
+
     def _parameters(self) -> list[list[torch.Tensor | None]]:
-        return [[self._parameter(index, name) for name in names] for index, names in enumerate(self._names)]
+        return [self._of_layer(index) for index in self._outer]
 
     def _output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._gathered:
@@ -167,7 +191,7 @@ class ColumnParallel:
         if index not in self._outputs:
             flat = [tensor for own in self._parameters() for tensor in own]
             outputs = Linears.apply(self.tp, self._products, x.detach(), self._part, *flat)
-            self._outputs = dict(enumerate(outputs))
+            self._outputs = dict(zip(self._outer, outputs, strict=True))
         return self._outputs.pop(index)
 
 
@@ -214,6 +238,26 @@ def split_part(
 
     module.forward = computed  # type: ignore[method-assign]
     row.forward = reduced  # type: ignore[method-assign,assignment]
+
+
+def compute_all_tokens(tp: TPGroup, module: nn.Module) -> None:
+    """Let a module that is not split compute the tokens of all ranks, and return this rank's of its hidden states."""
+    forward = module.forward
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        if "hidden_states" in kwargs:
+            found = forward(*args, **{**kwargs, "hidden_states": GatherTokens.apply(kwargs["hidden_states"], tp)})
+        else:
+            found = forward(GatherTokens.apply(args[0], tp), *args[1:], **kwargs)
+        return (own_tokens(tp, found[0]), *found[1:]) if isinstance(found, tuple) else own_tokens(tp, found)
+
+    module.forward = computed  # type: ignore[method-assign]
+
+
+def own_tokens(tp: TPGroup, hidden: torch.Tensor) -> torch.Tensor:
+    """Return this rank's tokens of ``(batch, sequence, width)``."""
+    batch, length, width = hidden.shape
+    return hidden.reshape(tp.size, batch, length // tp.size, width)[tp.rank]
 
 
 def split_embedding(tp: TPGroup, embedding: nn.Embedding, *, full_sequence: bool) -> None:
@@ -271,14 +315,10 @@ def enter_with_own_tokens(tp: TPGroup, block: nn.Module) -> None:
     """Let the first block take this rank's tokens of the hidden states of all."""
     forward = block.forward
 
-    def own(hidden: torch.Tensor) -> torch.Tensor:
-        batch, length, width = hidden.shape
-        return hidden.reshape(tp.size, batch, length // tp.size, width)[tp.rank]
-
     def entered(*args: Any, **kwargs: Any) -> Any:
         if "hidden_states" in kwargs:
-            return forward(*args, **{**kwargs, "hidden_states": own(kwargs["hidden_states"])})
-        return forward(own(args[0]), *args[1:], **kwargs)
+            return forward(*args, **{**kwargs, "hidden_states": own_tokens(tp, kwargs["hidden_states"])})
+        return forward(own_tokens(tp, args[0]), *args[1:], **kwargs)
 
     block.forward = entered  # type: ignore[method-assign]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from smp.delayed_init import from_rank0, refuse_other_numbers
 from smp.errors import ConfigError, UserError, a_type
+from smp.local_shards import local_tensor
 from smp.models.attention_support import attention_dropout
 from smp.models.family import Family, tensor_parallel_problems
 from smp.models.tensor_plan import Part, PlanSizes
@@ -25,6 +27,8 @@ from smp.parallel.tensor.layers import (
     ColumnParallel,
     Replicated,
     ReplicatedParams,
+    compute_all_tokens,
+    compute_with,
     split_embedding,
     split_head,
     split_part,
@@ -210,16 +214,31 @@ class _PartSplitter:
             else:
                 self.replicated.params.append(Replicated(row, name, True))
         self._set_counts()
-        columns = ColumnParallel(tp, linears, self.slices, self.redistributions, self.replicated)
+        for name in part.vectors:
+            self.distribute(module, name, Shard(0))
+        if part.vectors:
+            compute_with(module, lambda: {name: local_tensor(module._parameters[name]) for name in part.vectors})
+        known = {*part.columns, part.row}
+        columns = ColumnParallel(
+            tp, linears, self.slices, self.redistributions, self.replicated,
+            inner=[part.columns.index(path) for path in part.inner],
+            shared=any(p not in known for p, m in module.named_modules() if isinstance(m, nn.Linear)),
+        )  # fmt: skip
         # A part that forks the generators for nothing would draw once from those that the ranks share.
         random = draws(module) or (part.heads and attention_dropout(hf_config) > 0)
         split_part(tp, module, columns, row, self.replicated, random=random)
 
 
 def _replicate_rest(
-    tp: TPGroup, root: nn.Module, distribute: _Distributor, replicated: ReplicatedParams, split: set[int]
-) -> None:
-    """Replicate parameters that no part has split; inside a part their gradients are partial sums on each rank."""
+    tp: TPGroup, root: nn.Module, distribute: _Distributor, replicated: ReplicatedParams, split: set[int],
+    callers: Mapping[int, nn.Module],
+) -> None:  # fmt: skip
+    """Replicate parameters that no part has split; inside a part their gradients are partial sums on each rank.
+
+    Args:
+        split: ids of the modules of parts.
+        callers: of modules in others, by id: the outermost, which may read their parameters itself.
+    """
     known = {(id(h.module), h.name) for h in replicated.params}
     for module in root.modules():
         own = [
@@ -229,7 +248,7 @@ def _replicate_rest(
         ]
         replicated.params += [Replicated(module, name, tp.sequence_parallel or id(module) in split) for name in own]
         if own:
-            replicated.compute_with(module)
+            replicated.compute_with(module, callers.get(id(module)))
     for h in replicated.params:
         distribute(h.module, h.name, Replicate())
 
@@ -280,13 +299,20 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
     split_embedding(tp, embedding, full_sequence=family.full_sequence_embedding)  # type: ignore[arg-type]
     split_head(tp, head, full_sequence=family.full_sequence_embedding)  # type: ignore[arg-type]
     blocks, sizes = list(_child(model, family.blocks, "the model").children()), plan.sizes(model.config)
-    for block in blocks:
+    for index, block in enumerate(blocks):
         replicated = ReplicatedParams(tp, [])
         inside: set[int] = set()
-        for part in plan.parts:
-            _PartSplitter(tp, block, part, sizes, distribute, replicated).split(model.config)
-            inside |= {id(m) for m in block.get_submodule(part.module).modules()}
-        _replicate_rest(tp, block, distribute, replicated, inside)
+        callers: dict[int, nn.Module] = {}
+        for part in plan.of_block(index):
+            module = _child(block, part.module, type(block).__name__)
+            if part.row:
+                _PartSplitter(tp, block, part, part.sizes or sizes, distribute, replicated).split(model.config)
+                inside |= {id(m) for m in module.modules()}
+                continue
+            callers |= {id(m): module for m in module.modules()}
+            if tp.sequence_parallel:
+                compute_all_tokens(tp, module)
+        _replicate_rest(tp, block, distribute, replicated, inside, callers)
         replicated.surround(block)
     for module in model.modules():
         _replicate_own(tp, module, distribute)
