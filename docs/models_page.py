@@ -39,6 +39,8 @@ tried on {date} with a small configuration, without dropout and jitter, on two C
 - **initial values**: a model of `smp.meta_init` begins as the model's own rules say.
 
 A refusal is the sentence that a user sees, or its reason. A type that is refused altogether is in the second table.
+A directory of a type that contains a language model among others (Gemma 3 and 4, Qwen3.5, Mistral 3, Llama 4) is
+finetuned by that, and written back ([resume_and_finetune.md](resume_and_finetune.md#finetune)).
 """
 
 

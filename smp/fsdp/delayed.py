@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from smp.delayed_init import first_ranks_seed, initialize_parameter_
 from smp.errors import UserError
@@ -23,6 +24,7 @@ from smp.mesh import served_device_type
 from smp.models.init_rules import InitRule
 from smp.models.meta_model import init_rules
 from smp.models.registry import tie_on_meta
+from smp.parallel.optimizers import local_part
 
 _logger = get_logger("smp.fsdp")
 
@@ -159,6 +161,18 @@ class DelayedParamIniter:
             for own, rule in rules.items():
                 initialize_parameter_(getattr(module, own), rule, seed=self._seed, name=names[own])
             return
+        # Each rank has the same generator: what is split is drawn in full, and a rank keeps its part.
+        split = {own: tensor for own in missing if isinstance(tensor := getattr(module, own), DTensor)}
+        for own, tensor in split.items():
+            full = torch.full(tensor.shape, float("nan"), dtype=tensor.dtype, device=device)
+            module._parameters[own] = nn.Parameter(full, requires_grad=tensor.requires_grad)
+        self._draw(module, name, device)
+        for own, tensor in split.items():
+            tensor.copy_(local_part(getattr(module, own), tensor))
+            module._parameters[own] = tensor  # type: ignore[assignment]
+
+    def _draw(self, module: nn.Module, name: str, device: torch.device) -> None:
+        """Fill a module by the function that was given, or by the model's or the module's own way."""
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)

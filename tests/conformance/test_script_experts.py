@@ -17,7 +17,7 @@ from smp.errors import UserError
 from smp.fsdp import meshes
 from smp.mesh import lay_out
 from tests.distributed import run_distributed
-from tests.experts import build
+from tests.experts import build, config_of
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -150,6 +150,21 @@ def test_fsdp_says_that_it_sends_no_tokens(monkeypatch, caplog):
     assert not caplog.text
     meshes.warn_of_experts(mixtral)
     assert "expert_parallel_degree 2 has no effect: FSDP shards and gathers these experts" in caplog.text
+
+
+def _filled_by_a_function() -> None:
+    smp.init({"expert_parallel_degree": 2})
+    model = smp.transform(smp.meta_init(config_of("mixtral")))
+    initer = smp.DelayedParamIniter(
+        model, lambda module: [p.normal_() for p in module.parameters(recurse=False)], seed=3
+    )
+    model = smp.FSDP(model, param_init_fn=initer.get_param_init_fn())
+    experts = model.state_dict()["model.layers.1.mlp.experts.down_proj"]
+    assert not torch.equal(experts[0], experts[4]) and bool(experts.isfinite().all())
+
+
+def test_a_function_of_a_script_fills_all_experts_differently():
+    run_distributed(_filled_by_a_function, world_size=2)
 
 
 def _group_without_all_experts() -> None:
