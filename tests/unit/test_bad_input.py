@@ -14,6 +14,7 @@ import sys
 import types
 
 import pytest
+from transformers import MambaConfig
 
 import smp.cli
 from smp.checkpoint.disk_forecast import forecast
@@ -24,7 +25,6 @@ from smp.train.arguments import ArgumentsError, parse_args
 from smp.train.checked_job import problems_of_rest
 from smp.train.exit import exit_status
 from tests.job import LLAMA, NEOX, run_job
-from tests.zoo import tiny_config
 
 SYNTHETIC = ["--use_synthetic_data", "1", "--max_steps", "1"]
 ROW = json.dumps({"input_ids": [1, 2, 3]}) + "\n"
@@ -238,9 +238,9 @@ def test_padding_on_the_left_late_in_the_data_of_split_sequences(refused, tmp_pa
 
 @pytest.mark.full
 def test_a_job_refuses_a_model_whose_sequences_cannot_be_split(refused, tmp_path):
-    tiny_config("gemma2").save_pretrained(tmp_path / "model")
+    MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96, state_size=4).save_pretrained(tmp_path / "model")
     words = ["--model", tmp_path / "model", *SYNTHETIC, "--dry_run", 1, "--dry_run_world_size", 4, *SPLIT]
-    expect(refused(*words), "--context_parallel_degree 2: its attention function takes softcap, .*degree 1$")
+    expect(refused(*words), "--context_parallel_degree 2: its blocks are not given the keywords .*degree 1$")
 
 
 @pytest.mark.full
