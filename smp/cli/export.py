@@ -32,7 +32,7 @@ from smp.errors import UserError
 from smp.models.checked_config import checked_config
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model, family_of
-from smp.models.text_part import names_in, passed_beside
+from smp.models.text_part import PART_OF, names_in, passed_beside
 from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of, weight_map
 from smp.pretrained import base_dtypes
 from smp.units import readable, scaled
@@ -221,6 +221,10 @@ def _write(
         raise UserError(f"--merge: checkpoint {checkpoint.path} contains no adapters: leave it out")
     if options.base is not None and not merges:
         raise UserError("--base is of --merge, which adds adapters to it: give both or none")
+    if options.text_only and adapter is not None and not merges:
+        raise UserError("--text_only is of a model, and adapters are written: add --merge, or leave it out")
+    if options.text_only and not hasattr(hf_config, PART_OF):
+        raise UserError(f"--text_only: the model of {checkpoint.path} is no part of a larger one: leave it out")
     with checkpoint.reader(manifest) as reader:
 
         def read(name: str) -> torch.Tensor:

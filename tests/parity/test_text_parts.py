@@ -116,20 +116,18 @@ def test_a_head_that_is_tied_is_tied_in_the_larger_model(tmp_path):
 def test_a_larger_model_that_has_gone_is_missed(tmp_path):
     directory = wholes.save_whole("gemma3", tmp_path / "whole")
     text = _read(directory)
-    for arguments in ({"weights": tmp_path / "gone"}, {"weights": directory / "model.safetensors", "text_only": False}):
-        if arguments.get("text_only") is False:
-            (directory / "config.json").unlink()
+    (directory / "config.json").unlink()
+    for weights in (tmp_path / "gone", directory / "model.safetensors"):
         with pytest.raises(UserError, match=r"found in a gemma3 model, whose config.json is not at .*: bring that"):
-            export_hf(text, tmp_path / "out", **arguments)
+            export_hf(text, tmp_path / "out", weights=weights)
     export_hf(text, tmp_path / "out", weights=directory, text_only=True)
     assert "smp_part_of" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
 def test_files_of_the_tokenizer_and_the_weights_are_not_those_of_the_base(tmp_path):
     directory = wholes.save_whole("gemma3", tmp_path / "whole")
-    for name in ("chat_template.jinja", "notes.txt", "model.safetensors.index.json"):
+    for name in ("chat_template.jinja", "notes.txt", "model.safetensors.index.json"):  # the last one of an older save
         (directory / name).write_text("{}")
-    (directory / "model.safetensors.index.json").unlink()
     text = _read(directory)
     export_hf(text, tmp_path / "out", weights=directory, tokenizer_dir=tmp_path)
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -176,7 +174,7 @@ def _loss(model) -> float:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.full)])
-def test_an_adapter_of_the_text_model_is_loaded_by_peft_on_the_larger_one_and_again(tmp_path, kind):
+def test_an_adapter_of_the_text_model_is_loaded_by_peft_on_the_larger_one_and_again(tmp_path, kind, capsys):
     directory = wholes.save_whole(kind, tmp_path / "whole")
     rows = [json.dumps({"input_ids": row}) + "\n" for row in IDS.repeat(2, 1).tolist()]
     (tmp_path / "data").mkdir()
@@ -199,5 +197,7 @@ def test_an_adapter_of_the_text_model_is_loaded_by_peft_on_the_larger_one_and_ag
     )
     first, second = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("run/final", "again"))
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    words = ["export", str(tmp_path / "run/checkpoints/latest"), str(tmp_path / "text"), "--no-merge", "--text_only"]
+    assert smp.cli.main(words) == 2 and "adapters are written: add --merge" in capsys.readouterr().err
     run_job(*job, "--adapter_path", tmp_path / "run/final", "--output_dir", tmp_path / "more").succeeded()
     assert losses(tmp_path / "more")[0] == pytest.approx(_loss(merged), rel=1e-4)
