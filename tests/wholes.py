@@ -84,6 +84,20 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
+_QWEN_VL = {**_QWEN_TOKENS, "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}}
+_KINDS |= {
+    "qwen2_vl": ("qwen2_vl", {**_QWEN_VL, "text_config": {**_TEXT, "rope_parameters": _MROPE}}),
+    "qwen2_5_vl": ("qwen2_5_vl", {**_QWEN_VL, "text_config": {**_TEXT, "rope_parameters": _MROPE}}),
+    "qwen3_vl": (
+        "qwen3_vl",
+        {**_QWEN_VL, "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}},
+    ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {**_QWEN_VL, "text_config": {**_TEXT, **_EXPERTS, "moe_intermediate_size": 12, "rope_parameters": _MROPE}},
+    ),
+}
 KINDS = list(_KINDS)
 
 
