@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp.models.families import load_preset
 from tests.reference import VOCABULARY
 
 _TEXT: dict[str, Any] = {
@@ -99,6 +100,13 @@ _KINDS |= {
     ),
 }
 KINDS = list(_KINDS)
+_KINDS["llava"] = (
+    "llava",
+    {
+        "text_config": {"model_type": "llama", **load_preset("llama_tiny")["config"]}, "image_token_index": 90,
+        "vision_config": {"model_type": "clip_vision_model", **_VISION},
+    },
+)  # fmt: skip
 
 
 def build_whole(kind: str) -> nn.Module:

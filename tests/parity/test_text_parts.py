@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import smp
 import smp.cli
 from smp.checkpoint.hf_export import export_hf
-from smp.errors import UserError
+from smp.errors import ConfigError, UserError
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model, family_of
 from smp.models.text_part import names_in
@@ -170,6 +170,52 @@ def test_a_head_that_is_tied_is_tied_in_the_larger_model(tmp_path):
     whole, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values()), report
     assert torch.equal(_logits(whole), _logits(text))
+
+
+GEMMA3_4B = {  # as it is published
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3", "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
+
+
+def test_a_preset_takes_the_weights_of_a_larger_model_with_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3_4B))
+    save_file({}, tmp_path / "model.safetensors")
+    found = resolve_model(ModelConfig(model="gemma3_4b", hf_pretrained_model_name_or_dir=str(tmp_path)))
+    assert (found.name, found.sequence_length, found.weights) == ("gemma3_4b", 8192, tmp_path)
+    assert found.hf_config.smp_part_of == "gemma3" and found.hf_config.rope_parameters["full_attention"]["factor"] == 8
+    for name, words in (
+        ("gemma3_12b", r"says \(hidden_size 3840 instead of 2560, .* and \d+ more\): give --hf_pre\w+ \S+ alone"),
+        ("llama7b", r"llama7b is another model than .* \(model_type llama instead of gemma3_text\): give"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            resolve_model(ModelConfig(model=name, hf_pretrained_model_name_or_dir=str(tmp_path)))
+        assert len(caught.value.problems) == 1
+
+
+@pytest.mark.full
+def test_a_job_of_a_preset_trains_and_writes_the_larger_model(tmp_path):
+    directory = wholes.save_whole("llava", tmp_path / "whole")
+    run_job(
+        "--model", "llama_tiny", "--hf_pretrained_model_name_or_dir", directory, "--use_synthetic_data", 1, "--lr", 0.1,
+        "--max_steps", 1, "--train_batch_size", 1, "--save_final_model", 1, "--output_dir", tmp_path / "run",
+    ).succeeded()  # fmt: skip
+    _, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "run/final", output_loading_info=True)
+    assert not any(report.values()), report
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "run/final/model.safetensors")
+    assert before.keys() == after.keys()
+    assert {key for key in before if "language_model" not in key and "lm_head" not in key} == {
+        key for key in before if torch.equal(before[key], after[key])
+    }
 
 
 def test_a_larger_model_that_has_gone_is_missed(tmp_path):
