@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp.models.families import load_preset
 from tests.reference import VOCABULARY
 
 _TEXT: dict[str, Any] = {
@@ -84,7 +85,28 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
+_QWEN_VL = {**_QWEN_TOKENS, "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}}
+_KINDS |= {
+    "qwen2_vl": ("qwen2_vl", {**_QWEN_VL, "text_config": {**_TEXT, "rope_parameters": _MROPE}}),
+    "qwen2_5_vl": ("qwen2_5_vl", {**_QWEN_VL, "text_config": {**_TEXT, "rope_parameters": _MROPE}}),
+    "qwen3_vl": (
+        "qwen3_vl",
+        {**_QWEN_VL, "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}},
+    ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {**_QWEN_VL, "text_config": {**_TEXT, **_EXPERTS, "moe_intermediate_size": 12, "rope_parameters": _MROPE}},
+    ),
+}
 KINDS = list(_KINDS)
+_KINDS["llava"] = (
+    "llava",
+    {
+        "text_config": {"model_type": "llama", **load_preset("llama_tiny")["config"]}, "image_token_index": 90,
+        "vision_config": {"model_type": "clip_vision_model", **_VISION},
+    },
+)  # fmt: skip
 
 
 def build_whole(kind: str) -> nn.Module:

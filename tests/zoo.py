@@ -52,7 +52,8 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
         "norm_topk_prob": True,
     },
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    # Its scale of a vector that is zero, as the embedding of a pad token begins, has no gradient.
+    "gemma3n_text": {"num_kv_shared_layers": 0, "pad_token_id": None},
     "gemma4_text": {  # 26B-A4B
         "enable_moe_block": True,
         "num_experts": 8,
@@ -135,4 +136,4 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         if getattr(plain, "head_dim", None) == plain.qk_rope_head_dim:
             changed["head_dim"] = changed["qk_rope_head_dim"]
     changed |= _CHANGES.get(model_type, {}) | changes
-    return kind(**{name: value for name, value in changed.items() if value is not None})
+    return kind(**{name: value for name, value in changed.items() if value is not None or name == "pad_token_id"})

@@ -28,6 +28,8 @@ class FileTensor(NamedTuple):
         shape, dtype: of the tensor.
         rows: parameters that it is made of, by name, each with its box.
         file: what it is copied from; None: it is made of parameters.
+        encode: what makes it of the values of these parameters in fp32; None: its dtype.
+        as_stored: whether it is copied as the file has it, and not the values that it stands for.
     """
 
     key: str
@@ -35,6 +37,8 @@ class FileTensor(NamedTuple):
     dtype: torch.dtype
     rows: list[tuple[str, FileKey]]
     file: Path | None = None
+    encode: Callable[[torch.Tensor], torch.Tensor] | None = None
+    as_stored: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -118,6 +122,8 @@ def copy_of(tensor: FileTensor) -> torch.Tensor:
     """Return the values of a tensor that is copied from a file."""
     assert tensor.file is not None
     with open_weights(tensor.file) as content:
+        if tensor.as_stored:
+            return content.as_stored(tensor.key)[...]
         return content.get_tensor(tensor.key).to(tensor.dtype)
 
 
@@ -127,6 +133,9 @@ def value_of(tensor: FileTensor, read: Read) -> torch.Tensor:
     Args:
         read: returns all of a parameter by name.
     """
+    if tensor.encode is not None:
+        plain = tensor._replace(dtype=torch.float32, shape=tensor.rows[0][1].shape, encode=None)
+        return tensor.encode(value_of(plain, read))
     boxes = ((row, row.of_parameter(read(name).detach()).to("cpu", tensor.dtype)) for name, row in tensor.rows)
     if len(tensor.rows) == 1:
         return next(boxes)[1].contiguous()

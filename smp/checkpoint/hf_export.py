@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from smp.checkpoint.by_expert import Shards, gathered, matrices_of_experts, shards_of
+from smp.checkpoint.export_config import write_configs
 from smp.checkpoint.file_tensors import (
     Dtype,
     FileTensor,
@@ -31,6 +32,7 @@ from smp.checkpoint.file_tensors import (
     with_passed,
 )
 from smp.checkpoint.outputs import MARKER, beside, marker_of, marker_text, refuse_foreign_files, refuse_inputs
+from smp.checkpoint.quantised import Fp8Form, form_of, in_fp8
 from smp.checkpoint.safetensors_io import Piece, reason, sync, write_tensors
 from smp.errors import RunError, UserError
 from smp.faults.lock import locked
@@ -46,7 +48,7 @@ from smp.models.added import (
 from smp.models.family import Family
 from smp.models.file_names import FileNames, buffers_of, parameters_of
 from smp.models.registry import family_of
-from smp.models.text_part import PART_OF, as_whole, content_of_whole, names_by, passed_beside, require_whole
+from smp.models.text_part import content_of_whole, names_by, passed_beside, require_whole
 from smp.parallel.refusals import require_model
 from smp.parallel.sharding import reshard
 
@@ -127,44 +129,6 @@ def pretrained_files(
     return found
 
 
-def _write_configs(
-    partial: pathlib.Path,
-    hf_config: Any,
-    family: Family,
-    *,
-    generation: Any,
-    dtype: torch.dtype,
-    with_model: bool,
-    copied: Mapping[str, pathlib.Path],
-    whole: dict[str, Any] | None,
-) -> None:
-    from transformers import GenerationConfig
-
-    values = {key: value for key, value in hf_config.to_dict().items() if key != PART_OF}
-    config = type(hf_config).from_dict(values)  # which leaves out what is of generation alone
-    config.architectures = [family.architecture]
-    config.dtype = dtype
-    config.use_cache = True  # off in training only
-    if with_model and whole is not None:
-        text = json.dumps(as_whole(whole, config), indent=2)
-        (partial / "config.json").write_text(text + "\n", encoding="utf-8")
-    elif with_model:  # an adapter's directory has none: from_pretrained would take it for a model's
-        config.save_pretrained(partial)
-    plain = GenerationConfig.from_model_config(config)
-    generation = copy.deepcopy(generation) or plain
-    if generation._from_model_config:  # made while training had it off
-        generation.use_cache = True
-    try:
-        generation.save_pretrained(partial)
-    except ValueError as error:
-        reason = " ".join(str(error).split())[:300]
-        logger.warning("the model's generation_config is left out, as transformers refuses it: %s", reason)
-        plain.save_pretrained(partial)
-    for name, file in copied.items():
-        (partial / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, partial / name)
-
-
 def _write_with(copied: list[FileTensor], path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write tensors with those that are copied, whose files may have gone meanwhile."""
     _write_tensors(path, tensors | {each.key: copy_of(each) for each in copied})
@@ -199,6 +163,7 @@ def _planned(
     dtype: Dtype,
     weights: pathlib.Path | str | None,
     max_shard_bytes: int,
+    quantised: Fp8Form | None,
 ) -> tuple[dict[str, list[FileTensor]], dict[str, list[FileTensor]]]:
     """Return the tensors of the model by file, and those of files beside it; collective."""
     beside_it = {name: each.apart for name, each in added.items() if each.apart is not None}
@@ -209,6 +174,8 @@ def _planned(
     if own and weights is not None and names.has_passed:
         # Ranks that do not see the files plan the same ones.
         own = _of_main(lambda: with_passed(own, pathlib.Path(weights), names))
+    if quantised is not None:
+        own = _of_main(lambda: in_fp8(own, quantised, names))
     return in_files(own, max_shard_bytes), apart
 
 
@@ -296,6 +263,14 @@ def _whole_of(weights: Any, hf_config: Any) -> tuple[dict[str, Any] | None, dict
     return whole, {} if whole is None else _of_main(lambda: passed_beside(path))
 
 
+def _tensors_of(model: nn.Module) -> tuple[Mapping[str, torch.Tensor], Mapping[str, AddedParameter]]:
+    """Return the tensors of a model that are written, and those of its parameters that techniques have added."""
+    reshard(model)  # a gathered parameter is in the dtype of the computation
+    left, everything = left_out(model), {**parameters_of(model), **dict(buffers_of(model))}
+    added = {**added_parameters(model), **trained_parameters(model)}
+    return {name: tensor for name, tensor in everything.items() if name not in left}, added
+
+
 @torch.no_grad()
 def export_hf(
     model: nn.Module | Mapping[str, torch.Tensor],
@@ -311,6 +286,7 @@ def export_hf(
     dtype: Dtype = None,
     weights: pathlib.Path | str | None = None,
     text_only: bool = False,
+    quantize: str | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a directory that ``from_pretrained`` loads: safetensors, configs, tokenizer. All ranks call it.
@@ -336,6 +312,7 @@ def export_hf(
             this text model, such as one of vision and language, all others with its config and files: the directory is
             one of the larger model. None: those that ``smp.load_pretrained`` has loaded.
         text_only: write the text model alone.
+        quantize: ``fp8``: the tensors that are so in ``weights``, in blocks with a scale each.
         progress: called before each parameter and each file.
 
     Raises:
@@ -348,14 +325,8 @@ def export_hf(
         raise UserError(f"smp.export_hf: chat_template is the text of a template, got {chat_template!r}: read its file")
     if hf_config is None:
         require_model("smp.export_hf", model, changes=False)
-    if isinstance(model, nn.Module):
-        reshard(model)  # a gathered parameter is in the dtype of the computation
-        added, left = {**added_parameters(model), **trained_parameters(model)}, left_out(model)
-        everything = {**parameters_of(model), **dict(buffers_of(model))}
-        parameters: Mapping[str, torch.Tensor] = {n: tensor for n, tensor in everything.items() if n not in left}
-        hf_config = model.config if hf_config is None else hf_config
-    else:
-        parameters = model
+    parameters, added = _tensors_of(model) if isinstance(model, nn.Module) else (model, added)
+    hf_config = getattr(model, "config", None) if hf_config is None else hf_config
     inputs = {"tokenizer_dir": tokenizer_dir, "generation_dir": generation_dir, "weights": weights}
     inputs["from_pretrained"] = getattr(hf_config, "_name_or_path", None) or None
     if isinstance(model, nn.Module):
@@ -366,8 +337,11 @@ def export_hf(
     whole, beside_weights = _whole_of(None if text_only else weights, hf_config)
     names = names_by(whole, family, weights)
     names.check(directory, "have transformers' save_pretrained write it")
-    files, apart = _planned(parameters, added, names, dtype=dtype, weights=weights, max_shard_bytes=max_shard_bytes)
-    main_dtype = stored(*next(iter(parameters.items())), dtype)
+    quantised = None if quantize is None else _of_main(lambda: form_of(quantize, weights, names, text_only=text_only))
+    files, apart = _planned(
+        parameters, added, names,
+        dtype=dtype, weights=weights, max_shard_bytes=max_shard_bytes, quantised=quantised,
+    )  # fmt: skip
     hf_config = _tied_as_weights(hf_config, family, parameters)
 
     with contextlib.ExitStack() as stack:
@@ -381,9 +355,10 @@ def export_hf(
             _claim(directory)
             generation = getattr(model, "generation_config", None)
             copied = (beside_weights if files else {}) | pretrained_files(tokenizer_dir, generation_dir)
-            _write_configs(
+            write_configs(
                 partial, hf_config, family,
-                generation=generation, dtype=main_dtype, with_model=bool(files), copied=copied, whole=whole,
+                generation=generation, dtype=stored(*next(iter(parameters.items())), dtype), with_model=bool(files),
+                copied=copied, whole=whole, quantization=None if quantised is None else quantised.config,
             )  # fmt: skip
             for texts in files_apart(added.values()).values():
                 for name, text in texts.items():
@@ -393,7 +368,7 @@ def export_hf(
 
         _on_main(prepare)
         gather = read or (lambda name: full_tensor(parameters[name]))
-        experts = matrices_of_experts(model) if isinstance(model, nn.Module) and read is None else set()
+        experts = matrices_of_experts(model) if isinstance(model, nn.Module) and not (read or quantised) else set()
         by_expert = {name: parameters[name] for name in experts & parameters.keys()}
         _gather_and_write(files, apart, partial, read=gather, by_expert=by_expert, progress=progress)
         _on_main(lambda: _publish(partial, directory))

@@ -28,7 +28,9 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_OF_EXPORTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}  # alone
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HEADER_NAMES = DTYPE_NAMES | {dtype: name for name, dtype in _OF_EXPORTS.items()}
 
 # What is written or read by one system call: large enough for any disk, small enough to stay in the processor's cache
 # until it is hashed, and to answer to signals.
@@ -132,7 +134,7 @@ def _header(pieces: list[Piece], metadata: dict[str, str]) -> bytes:
     offset = 0
     for piece in pieces:
         entries[piece.name] = {
-            "dtype": DTYPE_NAMES[piece.tensor.dtype],
+            "dtype": _HEADER_NAMES[piece.tensor.dtype],
             "shape": list(piece.tensor.shape),
             "data_offsets": [offset, offset + piece.tensor.nbytes],
         }
@@ -251,7 +253,7 @@ def _parse_header(text: bytes, size: int) -> dict[str, Stored]:
 
 def _stored(name: str, entry: Any, base: int) -> Stored:
     try:
-        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        dtype, shape, (begin, end) = (DTYPES | _OF_EXPORTS)[entry["dtype"]], entry["shape"], entry["data_offsets"]
         numbers = [*shape, begin, end]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"its entry for {name!r} is malformed") from None

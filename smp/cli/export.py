@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat_template", metavar="FILE", help="chat template to add, as the job's flag; default: the run's"
     )
+    parser.add_argument(
+        "--quantize", choices=["fp8"], help="write in fp8, by blocks, what the base model's files have so"
+    )
     parser.add_argument("--text_only", action="store_true", help="write no more than the text model of a larger one")
     parser.add_argument(
         "--merge",
@@ -221,8 +224,9 @@ def _write(
         raise UserError(f"--merge: checkpoint {checkpoint.path} contains no adapters: leave it out")
     if options.base is not None and not merges:
         raise UserError("--base is of --merge, which adds adapters to it: give both or none")
-    if options.text_only and adapter is not None and not merges:
-        raise UserError("--text_only is of a model, and adapters are written: add --merge, or leave it out")
+    of_models = [name for name in ("text_only", "quantize") if getattr(options, name)]
+    if of_models and adapter is not None and not merges:
+        raise UserError(f"--{of_models[0]} is of a model, and adapters are written: add --merge, or leave it out")
     if options.text_only and not hasattr(hf_config, PART_OF):
         raise UserError(f"--text_only: the model of {checkpoint.path} is no part of a larger one: leave it out")
     with checkpoint.reader(manifest) as reader:
@@ -260,6 +264,7 @@ def _write(
             dtype=_dtype_of_files(options, hf_config, parameters if added is None else {}, weights),
             weights=weights,
             text_only=options.text_only,
+            quantize=options.quantize,
         )
 
 

@@ -12,6 +12,7 @@ from smp.errors import UserError
 from smp.json_input import read_object
 from smp.models.checked_config import config_from
 from smp.models.registry import family_of
+from smp.models.stored_weights import StoredTensor, open_weights
 from smp.models.text_part import names_in
 from smp.models.weight_files import ADAPTER_CONFIG, weight_map
 from smp.parallel.adapter_config import WEIGHTS
@@ -51,15 +52,13 @@ class ModelTensors:
             keys = weight_map(directory / WEIGHTS)
             names, prefix = {key: NAMES.module_key(key) for key in keys}, "model."
         else:
-            if "quantization_config" in content and not as_stored:
-                raise UserError(f"{path} is of quantized weights, which are not compared: give an export of the model")
             family = family_of(config_from(path, content))
             in_files = names_in(directory, family)
             in_files.check(directory, "give a checkpoint", names_alone=not as_stored)
             keys = {key: file for key, file in weight_map(directory).items() if not in_files.ignored(key)}
             names = {key: in_files.module_key(key) for key in keys}
             # Files of the model without its head leave out its name there.
-            with_head = any(name.startswith(f"{family.base}.") for name in names.values())
+            with_head = not family.base or any(name.startswith(f"{family.base}.") for name in names.values())
             prefix = "model." if with_head else f"model.{family.base}."
         for file in sorted(set(keys.values())):
             try:
@@ -67,13 +66,17 @@ class ModelTensors:
                     header = read_header(opened.fileno())
             except (OSError, ValueError) as error:
                 raise UserError(f"{file} cannot be read as safetensors ({reason(error)}): copy it again") from None
-            for key in header.keys() & names.keys():
-                name = prefix + names[key]
-                self.entries[name], self.files[name], self._keys[name] = header[key], file, key
+            with open_weights(file) as weights:
+                for key in (key for key in names if keys[key] == file):
+                    name = prefix + names[key]
+                    self.files[name], self._keys[name] = file, key
+                    self.entries[name] = header[key] if key in header else _mxfp4(weights.get_slice(key), header, key)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, on the CPU."""
-        from safetensors import safe_open
-
-        with safe_open(self.files[name], framework="pt") as content:
+        """Return a tensor, on the CPU, of a quantised one what it stands for."""
+        with open_weights(self.files[name]) as content:
             return content.get_tensor(self._keys[name])
+
+
+def _mxfp4(tensor: StoredTensor, header: dict[str, Stored], key: str) -> Stored:
+    return header[f"{key}_blocks"]._replace(dtype=torch.float4_e2m1fn_x2, shape=tuple(tensor.get_shape()))

@@ -14,7 +14,7 @@ from smp.models.derive_plan import derive_plan
 from smp.models.experts import TOP_KEYS, implemented_by, without_experts
 from smp.models.family import COMMON_SETTINGS, Family, LogitTransform
 from smp.models.file_names import file_names_of
-from smp.models.flow import Call
+from smp.models.flow import Call, no_reading
 from smp.models.logits import find_logits
 from smp.models.tensor_plan import TensorPlan
 
@@ -111,7 +111,7 @@ def without_values(model: nn.Module) -> Iterator[None]:
     try:
         for module, kind in former.items():
             module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"  # type: ignore[assignment]
-        with without_experts(model):
+        with without_experts(model), no_reading():
             yield
     finally:
         for module, kind in former.items():
@@ -171,7 +171,8 @@ def _check_calls(calls: list[Call], embedding: str, blocks: list[str], head: str
     if not all(call.recorded for call in calls if call.path in blocks):
         raise _refusal(hf_config, "its backward is its own, and would read parameters that are not gathered then")
     shapes = {tuple(call.input.shape) if torch.is_tensor(call.input) else None for call in calls if call.path in blocks}
-    if len(shapes) != 1 or None in shapes or len(next(iter(shapes)) or ()) != 3:
+    # Of Gemma 3n and hyper-connections a token has several.
+    if len(shapes) != 1 or None in shapes or len(next(iter(shapes)) or ()) not in (3, 4):
         raise _refusal(hf_config, f"its blocks do not take hidden states (batch, sequence, width) first, but {shapes}")
 
 

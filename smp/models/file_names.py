@@ -77,6 +77,7 @@ class FileNames:
         unused: regular expressions of keys that files may have and the model does not.
         passed: those of keys that are no parameters of the model, and that an export has as the files have them.
         conversions: parameters that are not one tensor of the files each; the first that knows a name counts.
+        by_shape: those that only files have whose tensors are of another shape than the parameters.
         problem: why files cannot be read and written one parameter at a time; empty: they can.
     """
 
@@ -85,6 +86,7 @@ class FileNames:
     unused: tuple[str, ...] = _OLD_BUFFERS
     passed: tuple[str, ...] = ()
     conversions: tuple[Conversion, ...] = ()
+    by_shape: tuple[Conversion, ...] = ()
     problem: str = ""
 
     def module_key(self, file_key: str) -> str:
@@ -183,7 +185,7 @@ def _conversion(transform: Any) -> Conversion | None:
         return dataclasses.replace(made, axis=last.dim)
     if steps == ["Chunk"]:
         return dataclasses.replace(made, axis=last.dim)
-    if steps == ["Transpose"] and not last.check_dims:
+    if steps == ["Transpose"]:
         return dataclasses.replace(made, transposed=(last.dim0, last.dim1))
     return None
 
@@ -219,12 +221,16 @@ def file_names_of(model: Any) -> FileNames:
         if any(old.reverse_transform().rename_source_key(name)[1] for name in parameters):
             reading.append(old)
     converters = {t: _conversion(t) for t in writing if type(t) not in plain}
-    known = [each for each in converters.values() if each is not None]
+    known = {t: each for t, each in converters.items() if each and any(each.keys(*item) for item in parameters.items())}
+    by_shape = tuple(
+        e for t, e in known.items() if any(getattr(o, "check_dims", 0) for o in getattr(t, "operations", ()))
+    )
     names = FileNames(
         to_module=tuple(_rename(transform) for transform in reading if type(transform) in plain),
         to_file=tuple(_rename(transform.reverse_transform()) for transform in writing if type(transform) in plain),
         unused=(*_OLD_BUFFERS, *sorted(model._keys_to_ignore_on_load_unexpected or ())),
-        conversions=tuple(each for each in known if any(each.keys(*item) for item in parameters.items())),
+        conversions=tuple(each for each in known.values() if each not in by_shape),
+        by_shape=by_shape,
     )
     rest = [transform.reverse_transform() for transform, each in converters.items() if each is None]
     return dataclasses.replace(names, problem=_problem(parameters, rest, names))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as fx
 
 INPUT = ""  # the hidden states that a block gets, among the sources of a tensor
 
@@ -80,9 +82,22 @@ def first(found: Any) -> Any:
     return found[0] if isinstance(found, (tuple, list)) else found
 
 
+@contextlib.contextmanager
+def no_reading() -> Iterator[None]:
+    """Let torch read no values on the meta device: of distributions' parameters, and which elements are not zero."""
+    of_all = torch.distributions.Distribution
+    former = of_all._validate_args
+    of_all.set_default_validate_args(False)
+    try:
+        with fx.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+            yield
+    finally:
+        of_all.set_default_validate_args(former)
+
+
 def run(module: nn.Module, call: Call, *, grad: bool = False) -> torch.Tensor:
     """Run a module on the meta device with the arguments of a call; returns its hidden states."""
-    with torch.enable_grad() if grad else torch.no_grad(), torch.device("meta"):
+    with torch.enable_grad() if grad else torch.no_grad(), torch.device("meta"), no_reading():
         return first(module(*call.args, **call.kwargs))
 
 

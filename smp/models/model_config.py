@@ -26,6 +26,7 @@ from smp.models.weight_files import directory_of, generation_dir_of, refuse_adap
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEQUENCE_LENGTH = 2048
+_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,8 +135,10 @@ class ModelConfig(Section):
                 found.append(
                     f"--hf_pretrained_model_name_or_dir and --{used[0]} both name the weights: give one of them"
                 )
-            if self.model is not None:
-                found.append("--hf_pretrained_model_name_or_dir and --model both name the model: give one of them")
+            if self.model is not None and self.model not in list_presets():
+                found.append(
+                    "--hf_pretrained_model_name_or_dir and --model both name the model: give one of them, or a preset"
+                )
             return found
         if self.finetune and name is None and file is None:
             found.append(
@@ -267,7 +270,8 @@ def _named_source(name: str, *, flag: str) -> _Source:
 
 def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
     if config.hf_pretrained_model_name_or_dir is not None:
-        return _named_source(config.hf_pretrained_model_name_or_dir, flag="hf_pretrained_model_name_or_dir")
+        source = _named_source(config.hf_pretrained_model_name_or_dir, flag="hf_pretrained_model_name_or_dir")
+        return source if config.model is None else _preset_source(config.model)
     if config.model is not None:
         return _named_source(config.model, flag="model")
     beside = directory_of(weights)
@@ -303,12 +307,13 @@ def _own_config(source: _Source, beside: pathlib.Path | None) -> Any:
 
 
 def _contradiction(config: ModelConfig, name: str, beside: pathlib.Path, differ: list[str]) -> str:
+    shown = ", ".join(differ[:_SHOWN]) + (f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else "")
     if config.pretrained_checkpoint_file is not None:
         advice = "leave --model out"
     else:
         advice = f"give --hf_pretrained_model_name_or_dir {beside} alone"
     return (
-        f"{name} is another model than the config.json beside the weights in {beside} says ({', '.join(differ)}): "
+        f"{name} is another model than the config.json beside the weights in {beside} says ({shown}): "
         f"{advice}, which takes that config"
     )
 
@@ -336,12 +341,14 @@ def resolve_model(config: ModelConfig, *, here: bool = True) -> ResolvedModel:
     beside = directory_of(weights)
     source = _find_source(config, weights)
     family = family_of(source.hf_config)
-    found = []
+    own, found = _own_config(source, beside), []
+    other_type = own is not None and own.model_type != family.hf_model_type
     if config.model_type is not None and MODEL_TYPES[config.model_type] != family.name:
         found.append(f"--model_type {config.model_type} contradicts {source.name}, a {family.name} model: leave it out")
     if weights is not None:
         try:
-            names_in(weights, family).check(weights, "train from initial values, with --model")
+            if not other_type:
+                names_in(weights, family).check(weights, "train from initial values, with --model")
             weight_map(weights)
         except UserError as error:
             found.append(str(error))
@@ -349,12 +356,12 @@ def resolve_model(config: ModelConfig, *, here: bool = True) -> ResolvedModel:
     # Without a config beside the weights, the settings give their shape.
     fixed = weights is not None and not source.from_settings
     values, problems = apply_settings(source.hf_config.to_dict(), family, given, pretrained=fixed)
-    own = _own_config(source, beside)
     if own is not None and beside is not None:
         own_values = own.to_dict()
-        if own.model_type == family.hf_model_type:
+        if not other_type:
             own_values, _ = apply_settings(own_values, family, given, pretrained=True)
-        if differ := differences(values, own_values):
+        differ = [f"model_type {family.hf_model_type} instead of {own.model_type}"] if other_type else []
+        if differ := differ or differences(values, own_values):
             found.append(_contradiction(config, source.name, beside, differ))
         else:  # in what does not change the model's function, the weights' own counts, too
             source, values = dataclasses.replace(source, hf_config=own), own_values

@@ -91,27 +91,34 @@ class _Decoded(StoredTensor):
         raise NotImplementedError
 
 
-class _Fp8(_Decoded):
-    """Values in fp8, and a scale of each block of a matrix."""
+class Fp8Tensor(_Decoded):
+    """Values in fp8, and a scale of each block of a matrix.
 
-    def __init__(self, stored: Any, scales: torch.Tensor, blocks: tuple[int, int] | None):
+    Attributes:
+        blocks: rows and columns of a block; none for a vector.
+        scale_key: name of the scales in the files.
+        scale_dtype: of the scales there.
+    """
+
+    def __init__(self, stored: Any, scale_key: str, scales: torch.Tensor, blocks: tuple[int, int] | None):
         super().__init__(stored)
+        self.scale_key, self.scale_dtype = scale_key, scales.dtype
         self._scales, shape = _as_fp32(scales), stored.get_shape()
         if len(shape) < 2:
-            self._blocks: list[int] = []
+            self.blocks: list[int] = []
             return
         if self._scales.dim() < 2:  # of the tensor, or of each row
             self._scales = self._scales.reshape(-1, 1) if len(shape) < 3 else self._scales.reshape(-1, 1, 1)
         sizes = zip(shape[-2:], self._scales.shape[-2:], blocks or (None, None), strict=True)
-        self._blocks = [_block(size, count, asked) for size, count, asked in sizes]
+        self.blocks = [_block(size, count, asked) for size, count, asked in sizes]
 
     def _read(self, index: Slices) -> torch.Tensor:
         values, scales = self._stored[index].to(torch.float32), self._scales
-        if not self._blocks:  # of a vector, for all or for each value
+        if not self.blocks:  # of a vector, for all or for each value
             return values * (scales if scales.numel() == 1 else scales.reshape(-1)[index])
         for axis, each in enumerate(index[:-2]):  # of experts
             scales = scales[(slice(None),) * axis + (each,)] if scales.shape[axis] > 1 else scales
-        for axis, each, block in zip((-2, -1), index[-2:], self._blocks, strict=True):
+        for axis, each, block in zip((-2, -1), index[-2:], self.blocks, strict=True):
             scales = scales.index_select(axis, torch.arange(each.start, each.stop) // block)
         return values * scales
 
@@ -181,8 +188,12 @@ class OpenWeights:
         if stored.get_dtype() in _FP8:
             for scale in (key + end for end in _SCALES if files.has(key + end)):
                 scales = self._content(files.file_of(scale)).get_tensor(scale)
-                return _Fp8(stored, scales, _blocks_of(self._file.parent))
+                return Fp8Tensor(stored, scale, scales, _blocks_of(self._file.parent))
         return StoredTensor(stored)
+
+    def as_stored(self, key: str) -> Any:
+        """Return a tensor of this file, or a scale of another one, as safetensors' slices."""
+        return self._content(self._files.file_of(key)).get_slice(key)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return all of a tensor."""

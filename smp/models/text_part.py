@@ -16,11 +16,23 @@ from torch import nn
 from smp.errors import UserError, one_line
 from smp.json_input import read_object
 from smp.models.family import Family
+from smp.models.file_keys import Conversion, FileKey
 from smp.models.file_names import FileNames, Rename, file_names_of
 from smp.models.registry import family_of
-from smp.models.weight_files import directory_of
+from smp.models.stored_weights import open_weights
+from smp.models.weight_files import directory_of, weight_map
 
 PART_OF = "smp_part_of"  # of a text model's config: the type of the larger model that it was found in
+# Text models without a causal language model in transformers: the type of one that computes the same of text, and what
+# the config lacks of its values. The three positions of M-RoPE (Qwen2-VL, arXiv 2409.12191) are equal there, as RoPE's.
+_SAME_ON_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl_text": ("qwen2", {}),
+    "qwen2_5_vl_text": ("qwen2", {}),
+    "qwen3_vl_text": ("qwen3", {}),
+    "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
+}
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")  # of rope_parameters
+_OLD_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq")  # of older files, in the place of rope_parameters
 # Of a config that is not written: of training, and of who has written it.
 _NOT_WRITTEN = {
     PART_OF,
@@ -84,7 +96,7 @@ def text_config(where: object, whole: Any) -> Any:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    found = copy.deepcopy(whole.get_text_config(decoder=True))
+    found = _causal(copy.deepcopy(whole.get_text_config(decoder=True)))
     if found is whole or type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f"{where} describes a model of several parts, and transformers has no causal language model for its text "
@@ -97,6 +109,21 @@ def text_config(where: object, whole: Any) -> Any:
     if found.dtype is None:
         found.dtype = whole.dtype
     return found
+
+
+def _causal(found: Any) -> Any:
+    """Return the config of a causal language model that computes the same of text, where there is another."""
+    from transformers import CONFIG_MAPPING
+
+    if found.model_type not in _SAME_ON_TEXT:
+        return found
+    kind, values = _SAME_ON_TEXT[found.model_type]
+    known = CONFIG_MAPPING[kind]
+    read = {field.name for field in dataclasses.fields(type(found))} | {"bos_token_id", "eos_token_id"}
+    read &= {field.name for field in dataclasses.fields(known)}
+    values = {name: getattr(found, name, None) for name in read} | values
+    rope = values["rope_parameters"]
+    return known(**values | {"rope_parameters": {key: rope[key] for key in rope if key not in _OF_IMAGES}})
 
 
 def require_whole(hf_config: Any, content: dict[str, Any] | None, weights: object) -> None:
@@ -150,13 +177,23 @@ def names_by(content: dict[str, Any] | None, family: Family, where: object) -> F
     """Return :func:`names_in`, given :func:`content_of_whole` of the weights ``where``."""
     if content is None:
         return family.file_names
-    names, kind = _names(json.dumps(content, sort_keys=True))
+    names, kind, by_shape = _names(json.dumps(content, sort_keys=True))
     if kind != family.hf_model_type:
         raise UserError(
             f"{where} is of a {content['model_type']} model, whose text model is of type {kind!r}, and the model is of "
             f"type {family.hf_model_type!r}: leave out what names another model"
         )
-    return names
+    found = tuple(conversion for conversion, row in by_shape if _has(Path(str(where)), row))
+    return dataclasses.replace(names, conversions=names.conversions + found) if found else names
+
+
+def _has(weights: Path, row: FileKey) -> bool:
+    """Return whether a tensor of the files has the shape that a conversion expects."""
+    file = weight_map(weights).get(row.key)
+    if file is None:
+        return False
+    with open_weights(file) as content:
+        return tuple(content.get_slice(row.key).get_shape()) == row.shape
 
 
 def _config_of(content: dict[str, Any]) -> Any:
@@ -166,8 +203,12 @@ def _config_of(content: dict[str, Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def _names(content: str) -> tuple[PartNames, str]:
-    """Return the names in a larger model's files, and the type of its text model, given its config.json."""
+def _names(content: str) -> tuple[PartNames, str, list[tuple[Conversion, FileKey]]]:
+    """Return the names in a larger model's files, the type of its text model, and :func:`_by_shape`.
+
+    Args:
+        content: of its config.json.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = _config_of(json.loads(content))
@@ -181,13 +222,26 @@ def _names(content: str) -> tuple[PartNames, str]:
         raise UserError(f"transformers builds no model of this {config.model_type} ({one_line(error)})") from error
     forward, back, inside = _prefixes(whole, own, family)
     names = file_names_of(whole)
+    # A type that takes the place of the larger model's own text model may have its files in another form.
+    of_text = family.file_names if config.get_text_config(decoder=True).model_type == text.model_type else names
     made = PartNames(
         to_module=(*names.to_module, *back), to_file=(*forward, *names.to_file), unused=names.unused,
-        conversions=family.file_names.conversions, problem=family.file_names.problem, whole=names, inside=inside,
+        conversions=of_text.conversions, problem=of_text.problem, whole=names, inside=inside,
         forward=tuple(forward), back=tuple(back),
         beside=frozenset(n.rpartition(".")[2] for n, _ in whole.named_modules() if not f"{n}.".startswith(inside)),
     )  # fmt: skip
-    return made, text.model_type
+    return made, text.model_type, _by_shape(whole, names)
+
+
+def _by_shape(whole: nn.Module, names: FileNames) -> list[tuple[Conversion, FileKey]]:
+    """Return the conversions of files whose tensors are of another shape than the parameters, and a tensor of each."""
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    found = []
+    for conversion in names.by_shape:
+        name, row = next((name, rows[0]) for name, shape in shapes.items() if (rows := conversion.keys(name, shape)))
+        if row.shape != shapes[name]:  # or else transformers takes them as they are
+            found.append((conversion, row._replace(key=names.file_key(row.key))))
+    return found
 
 
 def _prefixes(whole: nn.Module, own: nn.Module, family: Family) -> tuple[list[Rename], list[Rename], tuple[str, ...]]:
@@ -215,14 +269,21 @@ def as_whole(content: dict[str, Any], text: Any) -> dict[str, Any]:
     """
     left_out = ("torch_dtype", "quantization_config")
     found = {key: value for key, value in content.items() if key not in left_out}
-    inner = {key: value for key, value in found.get("text_config", {}).items() if key not in left_out}
-    before, after = (each.to_dict() for each in (text_config("it", _config_of(content)), text))
+    nested = isinstance(found.get("text_config"), dict)  # Qwen2.5-VL's files have its values among the larger model's
+    inner = {key: value for key, value in (found["text_config"] if nested else found).items() if key not in left_out}
+    config = _config_of(content)
+    before, after = (each.to_dict() for each in (text_config("it", config), text))
     changed = {key: value for key, value in after.items() if key not in _NOT_WRITTEN and before.get(key) != value}
+    if "rope_parameters" in changed:
+        inner = {key: value for key, value in inner.items() if key not in _OLD_ROPE}  # some of which would count first
+        rope = config.get_text_config(decoder=True).rope_parameters
+        changed["rope_parameters"] |= {key: rope[key] for key in _OF_IMAGES if key in rope}
     dtype = str(text.dtype).removeprefix("torch.")
     tied = bool(text.tie_word_embeddings)
-    if tied != bool(getattr(_config_of(content), "tie_word_embeddings", tied)) or "tie_word_embeddings" in inner:
+    if tied != bool(getattr(config, "tie_word_embeddings", tied)) or "tie_word_embeddings" in inner:
         inner["tie_word_embeddings"] = found["tie_word_embeddings"] = tied
-    return found | {"dtype": dtype, "text_config": inner | changed | {"dtype": dtype}}
+    changed |= {"dtype": dtype}
+    return found | {"dtype": dtype, "text_config": inner | changed} if nested else inner | changed
 
 
 def passed_beside(weights: Path) -> dict[str, Path]:

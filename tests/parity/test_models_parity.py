@@ -56,6 +56,8 @@ def test_derived_families_train_like_hugging_face(names):
         ("inkling_text", {}),  # the embedding has a norm, whose weight its backward reads
         ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),  # Granite 4, dense
         ("gemma4_text", GEMMA4_E2B),
+        ("gemma3n_text", {"num_kv_shared_layers": 2}),  # four hidden states of each token
+        ("hy_v4", {}),  # of hyper-connections, too
     ],
 )
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import smp.cli
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import UserError
 from smp.models.model_config import ModelConfig, resolve_model
@@ -165,6 +167,39 @@ def test_an_export_is_in_the_training_dtype_and_names_no_quantisation(tmp_path):
     assert not any(report.values())
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name).bfloat16()), name
+
+
+def _mxfp4(key, tensor):
+    if not key.endswith(("gate_up_proj", "down_proj")):
+        return {key: tensor}, {}
+    experts, columns, rows = tensor.shape
+    blocks = (_random(experts, rows, columns // 32, 16) * 256).to(torch.uint8)
+    return {f"{key}_blocks": blocks}, {f"{key}_scales": torch.full(blocks.shape[:-1], 126, dtype=torch.uint8)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "change", "dtype", "changes"),
+    [
+        ("gpt_oss", {"quant_method": "mxfp4"}, _mxfp4, "float4_e2m1fn_x2", {"intermediate_size": 64}),
+        ("llama4_text", FP8, _fp8, "float8_e4m3fn", {}),
+    ],
+)
+def test_commands_take_quantised_directories(tmp_path, capsys, kind, method, change, dtype, changes):
+    build(kind, torch.float32, **changes).save_pretrained(tmp_path / "d")
+    parameters = {name: p.shape for name, p in build(kind, torch.float32, **changes).named_parameters()}
+    _quantise(tmp_path / "d", method=method, change=change)
+    assert smp.cli.main(["inspect", str(tmp_path / "d"), "--json", "--tensors"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out[out.index("{") :])  # libraries may print when they are imported
+    assert {name: tuple(each["shape"]) for name, each in found["tensors"].items()} == parameters
+    assert found["model"]["dtypes"] == ["float32", dtype]
+    shutil.copytree(tmp_path / "d", tmp_path / "same")
+    assert smp.cli.main(["diff", str(tmp_path / "d"), str(tmp_path / "same"), "--values"]) == 0
+    file = next(file for file in (tmp_path / "same").glob("*-00002-of*.safetensors"))
+    save_file({key: value * 2 for key, value in load_file(file).items()}, file)  # scales
+    capsys.readouterr()
+    assert smp.cli.main(["diff", str(tmp_path / "d"), str(tmp_path / "same"), "--values"]) == 1
+    assert "elements that differ" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

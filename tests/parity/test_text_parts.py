@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2ForCausalLM
 
 import smp
 import smp.cli
 from smp.checkpoint.hf_export import export_hf
-from smp.errors import UserError
+from smp.errors import ConfigError, UserError
 from smp.models.model_config import ModelConfig, resolve_model
-from smp.models.registry import build_model
+from smp.models.registry import build_model, family_of
+from smp.models.text_part import names_in
 from smp.pretrained import load_pretrained_
 from tests import wholes
 from tests.job import losses, run_job
@@ -59,6 +60,64 @@ def test_the_text_model_computes_as_the_larger_one_and_is_written_back_into_it(t
     ).read_bytes()
     config, original = (json.loads((d / "config.json").read_text()) for d in (tmp_path / "out", directory))
     assert config["architectures"] == original["architectures"] and config["vision_config"] == original["vision_config"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_gradients_are_the_larger_ones_where_the_text_model_is_of_another_type(tmp_path, kind):
+    directory = wholes.save_whole(kind, tmp_path / "whole")
+    text, whole = _read(directory), AutoModelForImageTextToText.from_pretrained(directory).train()
+    for model in (text.train(), whole):
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    names = names_in(directory, family_of(text.config))
+    theirs = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
+    mine = {names.in_whole(name): parameter.grad for name, parameter in text.named_parameters()}
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("changes", [{}, {"rotary_emb_base": 1e4}])
+def test_values_of_a_text_model_that_are_among_the_larger_ones_stay_there(tmp_path, changes):
+    """Qwen2.5-VL as it is published: its config is flat and of an older form, as are the keys of its tensors."""
+    directory = wholes.save_whole("qwen2_5_vl", tmp_path / "whole")
+    config = json.loads((directory / "config.json").read_text())
+    text = {key: value for key, value in config.pop("text_config").items() if key not in ("model_type", "layer_types")}
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    (directory / "config.json").write_text(json.dumps(config | text | {"model_type": "qwen2_5_vl"}))
+    file = directory / "model.safetensors"
+    tensors = {
+        key.replace("model.language_model.", "model.").replace("model.visual.", "visual."): value
+        for key, value in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = _read(directory, **changes)
+    for name, kind in (("out", AutoModelForImageTextToText), ("text", Qwen2ForCausalLM)):
+        export_hf(model, tmp_path / name, weights=directory, text_only=name == "text")
+        again, report = kind.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(report.values()), report
+        assert torch.equal(_logits(again), _logits(model))
+    assert again.config.model_type == "qwen2"
+    assert json.loads((tmp_path / "out/config.json").read_text()).keys().isdisjoint({"text_config"})
+    after = load_file(tmp_path / "out/model.safetensors")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[key], tensors[key]) for key in after)
+    whole = _logits(AutoModelForImageTextToText.from_pretrained(directory))
+    assert torch.equal(_logits(model), whole) == (not changes)
+
+
+def test_experts_that_the_files_have_transposed_are_read_and_written_so(tmp_path):
+    """Qwen3-VL as it is published, and not as transformers writes it."""
+    directory = wholes.save_whole("qwen3_vl_moe", tmp_path / "whole")
+    before = _logits(_read(directory))
+    tensors = load_file(directory / "model.safetensors")
+    tensors |= {key: value.mT.contiguous() for key, value in tensors.items() if ".experts." in key}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    text = _read(directory)
+    assert torch.equal(_logits(text), before)
+    export_hf(text, tmp_path / "out", weights=directory)
+    after = load_file(tmp_path / "out/model.safetensors")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[key], tensors[key]) for key in after)
+    export_hf(text, tmp_path / "text", weights=directory, text_only=True)
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
+    assert not any(report.values()) and torch.equal(_logits(again), before)
 
 
 def test_the_text_model_alone_is_written_where_that_is_asked_for(tmp_path):
@@ -113,6 +172,52 @@ def test_a_head_that_is_tied_is_tied_in_the_larger_model(tmp_path):
     assert torch.equal(_logits(whole), _logits(text))
 
 
+GEMMA3_4B = {  # as it is published
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3", "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
+
+
+def test_a_preset_takes_the_weights_of_a_larger_model_with_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3_4B))
+    save_file({}, tmp_path / "model.safetensors")
+    found = resolve_model(ModelConfig(model="gemma3_4b", hf_pretrained_model_name_or_dir=str(tmp_path)))
+    assert (found.name, found.sequence_length, found.weights) == ("gemma3_4b", 8192, tmp_path)
+    assert found.hf_config.smp_part_of == "gemma3" and found.hf_config.rope_parameters["full_attention"]["factor"] == 8
+    for name, words in (
+        ("gemma3_12b", r"says \(hidden_size 3840 instead of 2560, .* and \d+ more\): give --hf_pre\w+ \S+ alone"),
+        ("llama7b", r"llama7b is another model than .* \(model_type llama instead of gemma3_text\): give"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            resolve_model(ModelConfig(model=name, hf_pretrained_model_name_or_dir=str(tmp_path)))
+        assert len(caught.value.problems) == 1
+
+
+@pytest.mark.full
+def test_a_job_of_a_preset_trains_and_writes_the_larger_model(tmp_path):
+    directory = wholes.save_whole("llava", tmp_path / "whole")
+    run_job(
+        "--model", "llama_tiny", "--hf_pretrained_model_name_or_dir", directory, "--use_synthetic_data", 1, "--lr", 0.1,
+        "--max_steps", 1, "--train_batch_size", 1, "--save_final_model", 1, "--output_dir", tmp_path / "run",
+    ).succeeded()  # fmt: skip
+    _, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "run/final", output_loading_info=True)
+    assert not any(report.values()), report
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "run/final/model.safetensors")
+    assert before.keys() == after.keys()
+    assert {key for key in before if "language_model" not in key and "lm_head" not in key} == {
+        key for key in before if torch.equal(before[key], after[key])
+    }
+
+
 def test_a_larger_model_that_has_gone_is_missed(tmp_path):
     directory = wholes.save_whole("gemma3", tmp_path / "whole")
     text = _read(directory)
@@ -145,9 +250,11 @@ def test_a_larger_model_with_another_text_model_is_refused(tmp_path):
         smp.load_pretrained(text, directory)
 
 
-@pytest.mark.parametrize("alone", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_job_trains_the_text_model_and_writes_the_larger_one(tmp_path, alone):
-    directory, rows = wholes.save_whole("gemma3", tmp_path / "whole"), IDS.repeat(2, 1).tolist()
+@pytest.mark.parametrize(
+    "kind, alone", [("gemma3", 0), *(pytest.param("qwen3_vl", each, marks=pytest.mark.full) for each in (0, 1))]
+)
+def test_a_job_trains_the_text_model_and_writes_the_larger_one(tmp_path, kind, alone):
+    directory, rows = wholes.save_whole(kind, tmp_path / "whole"), IDS.repeat(2, 1).tolist()
     (tmp_path / "data").mkdir()
     (tmp_path / "data/rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     outcome = run_job(
@@ -173,7 +280,9 @@ def _loss(model) -> float:
     return F.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten()).item()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", ["gemma3", *(pytest.param(each, marks=pytest.mark.full) for each in ("qwen3_5", "qwen2_5_vl", "qwen3_vl"))]
+)
 def test_an_adapter_of_the_text_model_is_loaded_by_peft_on_the_larger_one_and_again(tmp_path, kind, capsys):
     directory = wholes.save_whole(kind, tmp_path / "whole")
     rows = [json.dumps({"input_ids": row}) + "\n" for row in IDS.repeat(2, 1).tolist()]

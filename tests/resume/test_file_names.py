@@ -248,7 +248,7 @@ BAD = {
         {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
         r"num_hidden_layers must be an int",
     ),
-    "parts by default": ({"model_type": "qwen3_vl"}, r"no causal language model for its text part \('qwen3_vl_text'\)"),
+    "parts by default": ({"model_type": "glm4v"}, r"no causal language model for its text part \('glm4v_text'\)"),
     "own width": ({"model_type": "gpt2", "n_embd": 2**40}, r"n_embd must be an integer from 1 to 1048576"),
     "own layers": ({"model_type": "gpt2", "n_layer": 10**9}, r"n_layer must be an integer from 1 to 10000"),
     "text": ({"model_type": "gpt2", "n_head": "4"}, r"n_head must be an integer"),

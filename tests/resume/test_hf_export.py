@@ -138,7 +138,7 @@ def test_directories_of_others_are_left_alone(tmp_path):
         export(tmp_path / "file" / "below")
 
 
-@pytest.mark.parametrize("what", ["sync", "_write_configs", "safetensors"])
+@pytest.mark.parametrize("what", ["sync", "write_configs", "safetensors"])
 def test_a_failure_keeps_the_earlier_export_and_leaves_nothing_behind(what, tmp_path, monkeypatch):
     reference = export(tmp_path / "out")
 

@@ -200,7 +200,7 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
         ({"finetune": True, "pretrained_model_name": "llama7b"}, "needs --finetune_checkpoint_load_dir"),
         ({"finetune": True, "finetune_checkpoint_load_dir": "x"}, "--pretrained_model_name"),
         ({"pretrained_checkpoint_file": "x"}, "add --finetune 1"),
-        ({"hf_pretrained_model_name_or_dir": "x", "model": "llama7b"}, "both name the model"),
+        ({"hf_pretrained_model_name_or_dir": "x", "model": "y"}, "both name the model: give one of them, or a preset"),
         ({"hf_pretrained_model_name_or_dir": "x", "pretrained_checkpoint_file": "y"}, "both name the weights"),
         (
             {"hf_pretrained_model_name_or_dir": "a/Qwen3-0.6B"},
