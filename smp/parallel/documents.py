@@ -15,6 +15,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from smp.models.derive import without_values
 from smp.models.hf_values import ropes_of
 from smp.models.meta_model import meta_model
 from smp.models.registry import build_model, family_of
-from smp.parallel.mixers import Bounds, block_kinds, by_document, elsewhere, mixers_by_block
+from smp.parallel.mixers import LINEAR, Bounds, by_document, elsewhere, mixers_by_block
 from smp.parallel.technique import Setup, model_blocks
 
 Config = ParallelConfig
@@ -218,19 +219,23 @@ def keep_apart(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         return
     setattr(model, _MARK, True)
     for each in itertools.chain(*mixers):
-        each.forward = _apart(each.forward)  # type: ignore[method-assign]
+        each.forward = _apart(model, each.forward)  # type: ignore[method-assign]
     for block in blocks:
-        block.forward = _entered(block.forward)  # type: ignore[method-assign]
+        block.forward = _entered(block)  # type: ignore[method-assign]
     caller.forward = _telling(model, caller.forward, why)  # type: ignore[method-assign]
 
 
 def keep_apart_in_script(model: nn.Module) -> None:
     """Call :func:`keep_apart` with a causal language model of transformers; any other module stays as it is."""
-    config = getattr(model, "config", None)
-    if config is None or not (any(block_kinds(config, 1)) or any(isinstance(m, nn.Conv1d) for m in model.modules())):
+    config: Any = getattr(model, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if config is None or not (LINEAR in kinds or any(isinstance(each, nn.Conv1d) for each in model.modules())):
         return
-    with contextlib.suppress(UserError, AttributeError):  # of another kind of model
-        keep_apart(model, model_blocks(model, family_of(config)))
+    try:
+        blocks = model_blocks(model, family_of(config))
+    except (UserError, AttributeError):  # another kind of model, or a part of one
+        return
+    keep_apart(model, blocks)
 
 
 def calls_for_each(hf_config: Any) -> bool:
@@ -265,28 +270,43 @@ def _telling(model: nn.Module, forward: Any, why_not: str | None) -> Any:
     return telling
 
 
-def _entered(forward: Any) -> Any:
-    """Return a block's forward which tells the layers in it what it was told."""
+def _entered(block: Any) -> Any:
+    """Return a block's forward which tells the layers in it what it was told, also when it is recomputed."""
+    forward = block.forward
 
     @functools.wraps(forward)
     def entered(*args: Any, **kwargs: Any) -> Any:
         if (rows := kwargs.pop(DOCUMENTS, None)) is None:
             return forward(*args, **kwargs)
-        token = _rows.set(rows)
+        # transformers' own checkpointing, by the class, recomputes what is inside of this.
+        checkpoint = vars(block).get("_gradient_checkpointing_func")
+        if checkpoint is not None:
+            block._gradient_checkpointing_func = lambda run, *given: checkpoint(partial(_tell, rows, run), *given)
         try:
-            return forward(*args, **kwargs)
+            return _tell(rows, forward, *args, **kwargs)
         finally:
-            _rows.reset(token)
+            if checkpoint is not None:
+                block._gradient_checkpointing_func = checkpoint
 
     return entered
 
 
-def _apart(forward: Any) -> Any:
+def _tell(rows: Bounds, run: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _rows.set(rows)
+    try:
+        return run(*args, **kwargs)
+    finally:
+        _rows.reset(token)
+
+
+def _apart(model: nn.Module, forward: Any) -> Any:
     """Return the forward of a layer that mixes tokens, of each document by itself."""
 
     @functools.wraps(forward)
     def apart(*args: Any, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in (DOCUMENTS, *_LENGTHS)}
+        if hasattr(model, COMPILED):  # which cannot be asked for a context's variables, and has no packed documents
+            return forward(*args, **kwargs)
         if (rows := _rows.get()) is not None:
             return by_document(forward, rows, args, kwargs)
         if _positions.get() is not None:

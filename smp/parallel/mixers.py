@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 # For each row, the columns at which its documents begin, from 0 on, and the number of columns.
 Bounds = tuple[tuple[int, ...], ...]
 
-_LINEAR = "linear_attention"
+LINEAR = "linear_attention"
 # Among transformers' layer types.
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 OF_SINGLE_TOKENS = ("mlp", "moe")
@@ -29,7 +29,7 @@ def block_kinds(hf_config: Any, blocks: int) -> list[str | None]:
 def mixers_of(block: nn.Module, kind: str | None) -> list[nn.Module]:
     """Return a block's layers that convolve over tokens, or its linear attention without a convolution (MiniMax's)."""
     convolve = [m for m in block.modules() if any(isinstance(child, nn.Conv1d) for child in m.children())]
-    if convolve or kind != _LINEAR:
+    if convolve or kind != LINEAR:
         return convolve
     attention = getattr(block, "self_attn", None)
     return [attention] if isinstance(attention, nn.Module) else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,7 +36,7 @@ def mean_loss_alone(model, step):
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row in range(ROWS):
         bounds = bounds_of_row(row)
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in itertools.pairwise(bounds):
             logits = model(input_ids=ids[row : row + 1, first:last], use_cache=False).logits[0, :-1]
             wanted = labels[row, first + 1 : last]
             total = total + F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -47,7 +49,7 @@ def packed_batch(step, rank, size, accumulation):
     targets, positions = shift_labels(labels), torch.empty_like(ids)
     for row in range(ROWS):
         bounds = bounds_of_row(row)
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in itertools.pairwise(bounds):
             positions[row, first:last] = torch.arange(last - first)
             targets[row, last - 1] = IGNORE_INDEX
     own = slice(rank * ROWS // size, (rank + 1) * ROWS // size)

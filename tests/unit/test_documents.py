@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -109,12 +110,16 @@ def test_a_layer_that_cannot_be_called_on_each_document_refuses_positions_that_r
         logits(ours)
 
 
-def test_blocks_that_are_compiled_refuse_positions_that_restart():
-    ours, setup = applied(build_plain("lfm2"))
+def test_blocks_that_are_compiled_refuse_positions_that_restart(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # traces them as a whole
+    model = build_plain("lfm2")
+    ours, setup = applied(model)
     activation = compile_blocks.Config(compile=True)
     compile_blocks.apply(ours, Setup(setup.family, lay_out(), Settings((activation,))))
     with pytest.raises(UserError, match="cannot be compiled, as every batch has others: leave --compile 1 out"):
         logits(ours)
+    rows = torch.arange(12)[None]
+    torch.testing.assert_close(logits(ours, positions=rows), logits(model, positions=rows))
 
 
 def test_padding_is_no_document_and_a_single_token_is():

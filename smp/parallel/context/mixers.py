@@ -13,7 +13,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
