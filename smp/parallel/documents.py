@@ -98,7 +98,7 @@ def no_documents(why: str, instead: str = "") -> UserError:
     """Return the refusal of documents that the model would not keep apart; ``instead`` is another way than rows."""
     return UserError(
         f"the model does not keep packed documents apart ({why}), as --document_mask 1 and --dataset_type chat do: use "
-        f"{instead}--document_mask 0, with rows of input_ids and labels in place of conversations"
+        f"{instead}--document_mask 0, and for conversations --pack 0"
     )
 
 

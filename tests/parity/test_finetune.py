@@ -166,7 +166,14 @@ def test_conversations_of_a_model_that_mixes_packed_ones_are_one_in_a_sequence(t
     turns = [{"role": "user", "content": "Who was it?"}, {"role": "assistant", "content": "Emma, she said."}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": turns * n}) + "\n" for n in (1, 2)))
     job = ["--dataset_type", "chat", "--training_dir", tmp_path / "a.jsonl", "--data_cache_dir", tmp_path / "cache"]
-    job += ["--tokenizer_name_or_dir", SAMPLE_TOKENIZER, "--output_dir", tmp_path / "run", "--model", tmp_path / "model"]
+    job += [
+        "--tokenizer_name_or_dir",
+        SAMPLE_TOKENIZER,
+        "--output_dir",
+        tmp_path / "run",
+        "--model",
+        tmp_path / "model",
+    ]
     job += ["--chat_template", SAMPLE_TOKENIZER.parent / "chat_template.jinja", "--max_context_width", 64]
     outcome = run_job(*job, "--max_steps", 1, "--train_batch_size", 2).succeeded()
     assert "the model does not keep packed conversations apart: its blocks are not given" in outcome.output

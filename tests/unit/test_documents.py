@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from smp.config import Settings
 from smp.errors import UserError
 from smp.mesh import lay_out
+from smp.models.experts import expert_modules
 from smp.models.registry import family_of
 from smp.parallel import attention, compile_blocks, documents
 from smp.parallel.activation_checkpoint import apply_activation_checkpointing
 from smp.parallel.documents import mixes_documents
 from smp.parallel.technique import Setup, model_blocks
 from tests.model_checks import build_plain, in_double
+from tests.reference import relative
 
 ROWS = [[4, 5, 3], [7, 1, 4], [12]]  # lengths of documents
 IDS = torch.randint(3, 90, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -74,7 +76,9 @@ def test_samples_packed_together_are_those_alone_and_a_neighbour_moves_no_bit(mo
         other = IDS.clone()
         other[0, 5] += 1
         changed = logits(ours, other)
-        same = [torch.equal(a, b) for a, b in zip(parts(packed), parts(changed), strict=True)]
+        # An expert multiplies the tokens of all documents together, and their number changes how a product rounds.
+        most = 1e-12 if expert_modules(model) else 0.0
+        same = [relative(b - a, a) <= most for a, b in zip(parts(packed), parts(changed), strict=True)]
         assert same == [True, False, True, True, True, True, True]
         loss, gradients = backward(ours, parts(packed))
         wanted_loss, wanted = backward(model, [model(input_ids=ids[None]).logits[0] for ids in parts(IDS)])
