@@ -28,7 +28,7 @@ from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.added import LOADED, leave_out_frozen, remember_files
 from smp.models.registry import build_model, family_of
 from smp.models.text_part import language_config
-from smp.parallel import context, experts
+from smp.parallel import context, documents, experts
 from smp.parallel.activation_checkpoint import checkpointed_blocks, leave_out_cache
 from smp.parallel.context.batch import shard_batch
 from smp.parallel.context.functions import CP_COMM_TYPES
@@ -156,6 +156,7 @@ def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False,
         if problems := context.problems(model.config, setup):
             raise ConfigError(problems)
         context.apply(model, setup)
+    documents.apply(model, Setup(family, current.mesh))
     if current.tp is not None and not is_split(model):
         refuse_under_tensor_parallelism(model)
         split_model(model, family, current.tp, from_rank0=from_rank0)

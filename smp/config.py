@@ -335,7 +335,7 @@ class ActivationConfig(Section):
     )
     compile: bool | Auto = setting(
         AUTO, "Compile each block with torch.compile. auto: on GPUs, where Triton and a compiler are there, and blocks "
-        "neither draw nor are split nor have experts, with which 1 is refused.",
+        "neither draw nor are split nor have experts, with which 1 is refused, as with documents packed in hybrids.",
         plain=False,
     )  # fmt: skip
     clean_cache: bool = setting(False, "Return the allocator's free memory to the system after every step.")

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import smp
+from smp.data.data_pipeline import StepBatch
 from smp.errors import UserError
 from smp.models.attention_support import attention_misfit, default_attention
 from smp.models.experts import expert_modules
@@ -28,7 +29,7 @@ from smp.parallel.context import technique
 from smp.parallel.context.fit import misfit
 from smp.parallel.parallelize import fill_model, parallelize
 from tests.distributed import run_distributed
-from tests.reference import Layout, Trajectory, global_batch, reference_trajectory, train_parallel
+from tests.reference import Layout, Trajectory, global_batch, rank_batch, reference_trajectory, train_parallel
 from tests.zoo import tiny_config
 
 STEPS, TOLERANCE = 3, 1e-9
@@ -107,7 +108,9 @@ def build_reference(model_type: str, **changes: Any) -> Reference:
     return reference
 
 
-def assert_same_training(reference: Reference, layout: Layout) -> None:
+def assert_same_training(
+    reference: Reference, layout: Layout, batch_of: Callable[[int, int, int, int], StepBatch] = rank_batch
+) -> None:
     """Compare the losses of all steps, and every gradient of the first, with the plain model's; collective.
 
     A gradient that is zero but for rounding, as of a bias that softmax cancels, is compared with the others' size.
@@ -117,7 +120,8 @@ def assert_same_training(reference: Reference, layout: Layout) -> None:
     why = misfit(config) if layout.cp > 1 else None
     least = 1e-6 * max(float(gradient.norm()) for gradient in expected.gradients.values())
     with in_double(), mock.patch.object(technique, "misfit", lambda *args, **kwargs: why):
-        for step, (loss, _, gradients) in enumerate(train_parallel(reference.model, layout, STEPS)):
+        steps = len(expected.losses)
+        for step, (loss, _, gradients) in enumerate(train_parallel(reference.model, layout, steps, batch_of)):
             if step == 0:
                 for name in gradients.keys() | expected.gradients.keys():
                     got, wanted = (of.get(name, torch.zeros(())) for of in (gradients, expected.gradients))

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard as _fully_shard
 from smp.fsdp.meshes import default_mesh, mesh_of_split, shared_buffers, split_axis
 from smp.fsdp.units import placement_over, use_collectives
 from smp.parallel.activation_checkpoint import leave_out_cache
+from smp.parallel.documents import keep_apart_in_script
 from smp.parallel.optimizers import following_optimizers
 from smp.parallel.refusals import refuse_ddp
 from smp.parallel.script_hooks import reshard_after_evaluation
@@ -43,6 +44,7 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **arguments: Any
     refuse_ddp(modules[0], "smp.fully_shard")
     for each in modules:
         leave_out_cache(each)
+        keep_apart_in_script(each)
     group = first._get_fsdp_state()._fsdp_param_group
     if group is not None and arguments.get("dp_mesh_dims") is None:
         use_collectives(first, group.mesh_info.mesh, shared_buffers=shared_buffers())

@@ -38,6 +38,7 @@ from smp.fsdp.units import (
     units_below,
 )
 from smp.parallel.activation_checkpoint import leave_out_cache
+from smp.parallel.documents import keep_apart_in_script
 from smp.parallel.grad_norm import clip_grad_norm_ as _clip_grad_norm
 from smp.parallel.optimizers import following_optimizers
 from smp.parallel.refusals import refuse_ddp
@@ -94,6 +95,7 @@ def _shard(
             state_dicts.register_hooks(inner, unit)
     refuse_ddp(module, "FSDP")
     leave_out_cache(module)
+    keep_apart_in_script(module)
     if options.forward_prefetch and not container:
         prefetch_in_forward(module)
     if not ignored_parameters and not container:  # a script reduces the gradients of what it has ignored

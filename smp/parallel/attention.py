@@ -29,7 +29,7 @@ from smp.models.attention_support import (
 )
 from smp.models.model_config import ModelConfig
 from smp.parallel.choices import Choice, Situation
-from smp.parallel.documents import document_index, mixes_tokens, no_documents, told
+from smp.parallel.documents import document_index, no_documents, told
 from smp.parallel.technique import Setup
 
 Config = ModelConfig
@@ -243,8 +243,6 @@ def _without_reading(model: nn.Module, name: str) -> None:
     signature = inspect.signature(forward)
     names = tuple(document_lengths(torch.empty(0), 0))
 
-    mixing = mixes_tokens(model)
-
     @functools.wraps(forward)
     def attending(*args: Any, **kwargs: Any) -> Any:
         given = {**signature.bind_partial(*args).arguments, **kwargs}
@@ -258,8 +256,6 @@ def _without_reading(model: nn.Module, name: str) -> None:
         if bounds is None or ids is None or len(bounds) - 1 <= len(ids):
             with told(lambda position_ids: None):
                 return forward(**given, **used)
-        if mixing:
-            raise no_documents(mixing)
         document, asked = document_index(ids, bounds), []
         if given.get("position_ids") is None:
             tokens = torch.arange(ids.numel(), device=ids.device).view(ids.shape)

@@ -21,6 +21,7 @@ from smp.models.experts import expert_modules
 from smp.models.meta_model import meta_model
 from smp.parallel import lora
 from smp.parallel.choices import Choice, Situation
+from smp.parallel.documents import COMPILED
 from smp.parallel.technique import Setup, model_blocks
 
 Config = ActivationConfig
@@ -173,5 +174,6 @@ def apply(model: nn.Module, setup: Setup) -> None:
     # Backward is compiled with forward, so that a failure is known before anything has run.
     lowering.force_non_lazy_backward_lowering = True
     compiler = _Compiler(chosen="compile" in setup.settings.chosen, split=setup.mesh.tp.size > 1)
+    setattr(model, COMPILED, True)
     for block in model_blocks(model, setup.family):
         block.forward = compiler.compile(block)  # type: ignore[method-assign]

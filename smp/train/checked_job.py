@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from smp.checkpoint.storage import Storage
-from smp.config import ParallelConfig, Section
+from smp.config import ActivationConfig, ParallelConfig, Section
 from smp.data.config import DataConfig
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.data.template import given_template
@@ -21,7 +21,7 @@ from smp.models.model_config import ResolvedModel, resolve_model
 from smp.models.text_part import content_of_whole
 from smp.optim import optimizers
 from smp.parallel.choices import Choice
-from smp.parallel.documents import check_documents, mixes_documents
+from smp.parallel.documents import NOT_COMPILED, calls_for_each, check_documents, mixes_documents
 from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit
 from smp.runtime import Launch, allocator_variable, choose_backend
 from smp.train.adapters import chosen_tokens
@@ -138,6 +138,9 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
         )
     if config.data.keeps_apart:
         attempt(check_documents, model.hf_config, model.sequence_length)
+        if calls_for_each(model.hf_config):
+            problems += [f"--compile 1: {NOT_COMPILED}: leave it out"] if job.settings[ActivationConfig].compile else []
+            job.choices.extend([Choice("compile", False, NOT_COMPILED)] if device.type == "cuda" else [])
     size = attempt(check_global_batch, planned_batch(config, job.mesh), job.mesh)
     # A GPU's memory is asked for when the group runs: that takes some of it.
     if size is not None and not misfits and not config.run.dry_run and device.type == "cpu":

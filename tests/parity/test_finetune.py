@@ -120,7 +120,7 @@ def load_parameters(model, path) -> None:
     dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
-def test_conversations_of_a_hybrid_model_are_one_in_a_sequence(tmp_path):
+def test_conversations_of_a_hybrid_model_packed_and_one_in_a_sequence(tmp_path):
     config = CONFIG_MAPPING["qwen3_5_text"](
         vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
@@ -138,13 +138,13 @@ def test_conversations_of_a_hybrid_model_are_one_in_a_sequence(tmp_path):
     }  # fmt: skip
     job = [word for name, value in data.items() for word in (f"--{name}", value)]
     job += ["--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--max_context_width", 64]
-    job += ["--output_dir", tmp_path / "run", "--train_batch_size", 2, "--max_steps", 1]
-    outcome = run_job(*job, world_size=2).succeeded()
-    assert "the model does not keep packed conversations apart: it has linear_attention layers" in outcome.output
+    job += ["--max_steps", 1]
+    run_job(*job, "--output_dir", tmp_path / "alone", "--train_batch_size", 2, "--pack", 0, world_size=2).succeeded()
     batch = BatchShape(
         sequence_length=64, vocab_size=2048, global_batch_size=4, micro_batch_size=2, data_rank=0, data_size=1, seed=0
     )
     source = open_samples(DataConfig(**data), split="train", batch=batch)
+    run_job(*job, "--output_dir", tmp_path / "packed", "--train_batch_size", len(source)).succeeded()
     total, count = 0.0, 0
     for sample in range(4):
         ids, labels = (torch.from_numpy(column.astype("int64"))[None] for column in source.sample(sample))
@@ -152,6 +152,30 @@ def test_conversations_of_a_hybrid_model_are_one_in_a_sequence(tmp_path):
             logits = reference(ids, use_cache=False).logits[0, :-1]
         total += F.cross_entropy(logits, labels[0, 1:], reduction="sum").item()
         count += int((labels[0, 1:] != -100).sum())
-    assert losses(tmp_path / "run") == pytest.approx([total / count], rel=1e-5)
-    outcome = run_job(*job, "--pack", 1, world_size=1)
+    for run in ("alone", "packed"):
+        assert losses(tmp_path / run) == pytest.approx([total / count], rel=1e-5)
+    assert len(source) < 4
+    outcome = run_job(*job, "--output_dir", tmp_path / "refused", "--compile", 1)
+    assert outcome.statuses == [2] and "--compile 1: blocks that call a layer on each of their" in outcome.output
+    assert not (tmp_path / "refused").exists()
+
+
+def test_conversations_of_a_model_that_mixes_packed_ones_are_one_in_a_sequence(tmp_path):
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 2048, "state_size": 4}
+    CONFIG_MAPPING["mamba"](**small).save_pretrained(tmp_path / "model")
+    turns = [{"role": "user", "content": "Who was it?"}, {"role": "assistant", "content": "Emma, she said."}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": turns * n}) + "\n" for n in (1, 2)))
+    job = ["--dataset_type", "chat", "--training_dir", tmp_path / "a.jsonl", "--data_cache_dir", tmp_path / "cache"]
+    job += [
+        "--tokenizer_name_or_dir",
+        SAMPLE_TOKENIZER,
+        "--output_dir",
+        tmp_path / "run",
+        "--model",
+        tmp_path / "model",
+    ]
+    job += ["--chat_template", SAMPLE_TOKENIZER.parent / "chat_template.jinja", "--max_context_width", 64]
+    outcome = run_job(*job, "--max_steps", 1, "--train_batch_size", 2).succeeded()
+    assert "the model does not keep packed conversations apart: its blocks are not given" in outcome.output
+    outcome = run_job(*job, "--max_steps", 2, "--train_batch_size", 2, "--pack", 1)
     assert outcome.statuses == [2] and "does not keep packed documents apart" in outcome.output

@@ -9,12 +9,12 @@ from transformers import CONFIG_MAPPING
 
 from smp.config import PrecisionConfig, Settings
 from smp.errors import ConfigError, UserError
+from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model, family_of
-from smp.parallel import attention, choices
+from smp.parallel import attention, choices, documents
 from smp.parallel.documents import check_documents
 from smp.parallel.technique import Setup, draws
-from tests import experts
 from tests.unit.test_attention import Reads
 
 SHAPE = {
@@ -59,7 +59,9 @@ def built(config):
 def applied(model, chosen="sdpa"):
     model = copy.deepcopy(model)
     settings = Settings((ModelConfig(),)).changed(attn_implementation=chosen)
-    attention.apply(model, Setup(family_of(model.config), None, settings))
+    setup = Setup(family_of(model.config), lay_out(), settings)
+    documents.apply(model, setup)
+    attention.apply(model, setup)
     return model
 
 
@@ -143,7 +145,8 @@ def test_what_transformers_does_not_support_is_refused(tmp_path, name, asked, wo
 @pytest.mark.parametrize(("model_type", "values", "words"), [
     ("falcon", SHAPE, "do not depend on positions"),
     ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4, "vocab_size": 48}, "takes no positions|do not depend"),
-    ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48, "state_size": 4}, "linear_attention"),
+    ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48, "state_size": 4}, "keywords|takes no"),
+    ("rwkv", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48}, "do not depend|takes no positions"),
 ])  # fmt: skip
 def test_documents_of_a_model_that_mixes_them_are_refused(model_type, values, words):
     config = CONFIG_MAPPING[model_type](**values)
@@ -153,12 +156,6 @@ def test_documents_of_a_model_that_mixes_them_are_refused(model_type, values, wo
         check_documents(config)
     with pytest.raises((UserError, TypeError), match=r"--document_mask 1|position_ids"):
         logits(applied(built(config)), position_ids=POSITIONS, **LENGTHS)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "nemotron_h"])
-def test_documents_of_mixtures_with_a_state_are_refused(kind):
-    with pytest.raises(UserError, match=r"packed documents apart \(it has (linear_attention|mamba) layers"):
-        check_documents(experts.config_of(kind))
 
 
 def test_documents_that_change_one_another_s_rotary_embedding_are_refused():

@@ -10,8 +10,9 @@ from smp.mesh import lay_out
 from smp.models.registry import build_model, family_of
 from smp.parallel.context.functions import SequenceShard
 from smp.parallel.context.layout import split_columns
-from smp.parallel.context.mixers import block_kinds, mixers_of, split_mixers
+from smp.parallel.context.mixers import split_mixers
 from smp.parallel.context.scans import functions_of, splitting
+from smp.parallel.mixers import mixers_by_block
 from smp.parallel.technique import model_blocks
 from tests.model_checks import build_plain
 from tests.zoo import tiny_config
@@ -24,7 +25,7 @@ def shard_of(starts):
 @pytest.fixture
 def model():
     built = build_plain("lfm2")
-    split_mixers(model_blocks(built, family_of(built.config)), built.config)
+    split_mixers(built, model_blocks(built, family_of(built.config)))
     return built
 
 
@@ -49,18 +50,12 @@ CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 def test_layers_of_known_functions_are_split_and_others_gather(model_type, names):
     config = tiny_config(model_type)
     with torch.device("meta"):
-        blocks = model_blocks(build_model(config, attn_implementation="eager"), family_of(config))
-    kinds = block_kinds(config, len(blocks))
-    found = [functions_of(m) for each, kind in zip(blocks, kinds, strict=True) for m in mixers_of(each, kind)]
+        model = build_model(config, attn_implementation="eager")
+    mixers = mixers_by_block(model, model_blocks(model, family_of(config)))
+    found = [functions_of(mixer) for of_block in mixers for mixer in of_block]
     assert found and all(each == names for each in found)
 
 
 def test_a_layer_that_mixes_tokens_in_another_way_than_its_source_is_not_trained_silently():
     with pytest.raises(RuntimeError, match="has not called"), splitting(shard_of(((0,),)), {CONVOLUTION}):
         pass
-
-
-@pytest.mark.parametrize("starts", [((0, 2),), ((0,), (0, 2))])
-def test_packed_documents_are_refused(model, starts):
-    with pytest.raises(UserError, match="does not keep packed documents apart"):
-        model(input_ids=torch.zeros(len(starts), 4, dtype=torch.long), sequence_shard=shard_of(starts))

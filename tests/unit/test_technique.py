@@ -122,7 +122,7 @@ def test_what_it_sends_and_moves_takes_time(monkeypatch):
     assert after["compute"] > before["compute"]
 
 
-@pytest.mark.parametrize(("place", "sharded"), [(0, False), (7, False), (11, True)])
+@pytest.mark.parametrize(("place", "sharded"), [(0, False), (8, False), (12, True)])
 @in_child
 def test_it_is_applied_in_its_place(monkeypatch, place, sharded):
     seen = []

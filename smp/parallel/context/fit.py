@@ -15,15 +15,13 @@ from smp.models.hf_values import ropes_of
 from smp.models.registry import build_model, family_of
 from smp.parallel.attention import WIDEST_HEAD, window_of
 from smp.parallel.context.attention import SHARD
-from smp.parallel.context.mixers import block_kinds, mixers_of
-from smp.parallel.documents import mixes_tokens
+from smp.parallel.documents import UNTOLD
+from smp.parallel.mixers import OF_SINGLE_TOKENS, block_kinds, elsewhere, mixers_by_block
+from smp.parallel.technique import model_blocks
 
 # Arguments of attention functions that change its scores; `sliding_window`, `s_aux` and `softcap` are honoured.
 _SCORES = ("position_bias", "alibi", "attn_bias")
 _BY_LENGTH = ("dynamic", "longrope")
-# Among transformers' layer types.
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-_OF_SINGLE_TOKENS = ("mlp", "moe")
 _LENGTH = 6  # tokens of the forward
 _NONE = "its blocks call none of the attention functions in transformers' registry"
 
@@ -33,9 +31,17 @@ def _model_of(hf_config: Any) -> nn.Module:
         return build_model(hf_config, attn_implementation="eager")
 
 
+def _blocks_of(model: nn.Module) -> list[nn.Module]:
+    return model_blocks(model, family_of(model.config))
+
+
 def mixing(hf_config: Any) -> str | None:
     """Return what, besides attention, carries something from one token to another, if there is such a thing."""
-    return mixes_tokens(_model_of(hf_config))
+    model = _model_of(hf_config)
+    blocks = _blocks_of(model)
+    kinds = zip(block_kinds(hf_config, len(blocks)), mixers_by_block(model, blocks), strict=True)
+    found = next(((kind,) for kind, mixers in kinds if mixers), None)
+    return found and (f"it has {found[0]} layers" if found[0] else "it has convolutions over tokens")
 
 
 def misfit(hf_config: Any, *, on_gpu: bool = False) -> str | None:
@@ -53,7 +59,7 @@ def misfit(hf_config: Any, *, on_gpu: bool = False) -> str | None:
     counting = (path for path, module in model.named_modules() if _counts_from_padding(path, module))
     if path := next(counting, None):
         return f"its positions are counted from behind its padding token's id ({path})"
-    blocks = list(model.get_submodule(family_of(hf_config).blocks).children())
+    blocks = _blocks_of(model)
     trace = _follow(model, blocks)
     if isinstance(trace, str):
         return trace
@@ -113,19 +119,15 @@ def _follow(model: nn.Module, blocks: list[nn.Module]) -> list[_Block] | str:
 
 def _meet_elsewhere(model: nn.Module, blocks: list[nn.Module], trace: list[_Block]) -> str | None:
     """Return where tokens meet that is neither attention nor a layer that all tokens are gathered for, if so."""
-    kinds = block_kinds(model.config, len(blocks))
-    mixers = [mixers_of(block, kind) for block, kind in zip(blocks, kinds, strict=True)]
+    kinds, mixers = block_kinds(model.config, len(blocks)), mixers_by_block(model, blocks)
     if not any(each.calls for each in trace) and not any(mixers):
         return _NONE
-    inside = {id(module) for block in blocks for module in block.modules()}
-    if any(isinstance(module, nn.Conv1d) and id(module) not in inside for module in model.modules()):
-        return "tokens meet outside of attention (it has convolutions over tokens before or after its blocks)"
+    if why := elsewhere(model, blocks):
+        return f"tokens meet outside of attention ({why})"
     for each, found, kind in zip(trace, mixers, kinds, strict=True):
         if found and not each.told:
-            return "its blocks are not given the keywords of its forward"
-        if not found and kind not in (None, *_ATTENTION, *_OF_SINGLE_TOKENS):
-            return f"tokens meet outside of attention (it has {kind} layers)"
-        if not found and not each.calls and kind not in _OF_SINGLE_TOKENS:
+            return UNTOLD
+        if not found and not each.calls and kind not in OF_SINGLE_TOKENS:
             return "not every block calls an attention function in transformers' registry"
     return None
 

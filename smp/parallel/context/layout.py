@@ -37,6 +37,12 @@ class SequenceLayout:
         return sum(stop - first for ranges in self.ranges for first, stop in ranges)
 
     @property
+    def documents(self) -> tuple[tuple[int, ...], ...] | None:
+        """For each row, where its documents begin, and the columns; None: each row is one document."""
+        packed = any(len(row) > 1 for row in self.starts)
+        return tuple((*row, self.columns) for row in self.starts) if packed else None
+
+    @property
     def in_order(self) -> list[tuple[int, Range, Range]]:
         """Rank, columns, and where the rank holds them, in the order of the columns."""
         return sorted(

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 
 from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.parallel.context.functions import SequenceShard, all_to_all, by_rank, in_order
+from smp.parallel.mixers import by_document
 
 # Functions that mix tokens: the axes of tokens, and of heads or channels, of their arguments of three axes and more;
 # others have heads or channels first.
@@ -120,8 +121,8 @@ def _splitting(function: Any, name: str) -> Any:
             return function(*args, **kwargs)
         running.called.add(name)
         how = _How(running.shard, *_AXES[name], [*args, *kwargs.values()])
-        found = function(*map(how.before, args), **{key: how.before(value) for key, value in kwargs.items()})
-        return tree_map(how.after, found)
+        given = tuple(map(how.before, args)), {key: how.before(value) for key, value in kwargs.items()}
+        return tree_map(how.after, how.compute(function, *given))
 
     return split
 
@@ -153,6 +154,13 @@ class _How:
         full = gather(value, self.shard, self.tokens)
         # A group of heads that several ranks share.
         return full.narrow(self.parts, role.rank * count // role.size, 1) if self.divides else full
+
+    def compute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a function gives of all tokens, of each document by itself."""
+        rows = self.shard.layout.documents
+        return (
+            function(*args, **kwargs) if rows is None else by_document(function, rows, args, kwargs, axis=self.tokens)
+        )
 
     def after(self, value: Any) -> Any:
         """Return an output with this rank's tokens, and all heads or channels."""

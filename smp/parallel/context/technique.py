@@ -91,7 +91,7 @@ def choose(situation: Situation) -> Iterator[Choice]:
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the blocks attend over the ranks of a sequence, unless they do so already."""
     if setup.mesh.cp.size > 1 and not is_split(model):
-        split_mixers(model_blocks(model, setup.family), model.config)
+        split_mixers(model, model_blocks(model, setup.family))
         split_sequences(model, cast(str, setup.settings[Config].cp_comm_type))
 
 
