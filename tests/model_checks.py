@@ -28,7 +28,15 @@ from smp.parallel.context import technique
 from smp.parallel.context.fit import misfit
 from smp.parallel.parallelize import fill_model, parallelize
 from tests.distributed import run_distributed
-from tests.reference import Layout, Trajectory, global_batch, reference_trajectory, train_parallel
+from tests.reference import (
+    Layout,
+    Trajectory,
+    global_batch,
+    mean_loss,
+    rank_batch,
+    reference_trajectory,
+    train_parallel,
+)
 from tests.zoo import tiny_config
 
 STEPS, TOLERANCE = 3, 1e-9
@@ -89,7 +97,7 @@ def build_plain(model_type: str, **changes: Any) -> nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def build_reference(model_type: str, **changes: Any) -> Reference:
+def build_reference(model_type: str, *, loss_of: Callable = mean_loss, **changes: Any) -> Reference:
     """Build and train the plain model; zeros and ones among its values would hide what is left out."""
     model = build_plain(model_type, **changes).double().train()
     with torch.no_grad(), in_double():
@@ -100,14 +108,14 @@ def build_reference(model_type: str, **changes: Any) -> Reference:
         for name in experts:
             model.get_parameter(name).normal_(std=0.2)
     with in_double():
-        reference = Reference(model, reference_trajectory(model, STEPS))
+        reference = Reference(model, reference_trajectory(model, STEPS, loss_of))
     for name in experts:
         assert reference.expected.gradients[name].any(), f"the experts of {name} are never reached"
     family_of(model.config)  # derived once, in fp32, before the ranks are forked
     return reference
 
 
-def assert_same_training(reference: Reference, layout: Layout) -> None:
+def assert_same_training(reference: Reference, layout: Layout, batch_of: Callable = rank_batch) -> None:
     """Compare the losses of all steps, and every gradient of the first, with the plain model's; collective.
 
     A gradient that is zero but for rounding, as of a bias that softmax cancels, is compared with the others' size.
@@ -117,7 +125,7 @@ def assert_same_training(reference: Reference, layout: Layout) -> None:
     why = misfit(config) if layout.cp > 1 else None
     least = 1e-6 * max(float(gradient.norm()) for gradient in expected.gradients.values())
     with in_double(), mock.patch.object(technique, "misfit", lambda *args, **kwargs: why):
-        for step, (loss, _, gradients) in enumerate(train_parallel(reference.model, layout, STEPS)):
+        for step, (loss, _, gradients) in enumerate(train_parallel(reference.model, layout, STEPS, batch_of)):
             if step == 0:
                 for name in gradients.keys() | expected.gradients.keys():
                     got, wanted = (of.get(name, torch.zeros(())) for of in (gradients, expected.gradients))
