@@ -68,7 +68,7 @@ def log_probs(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None, *, 
     batch = _padded_on_the_right(caller, batch)
     check_batch(caller, batch)
     microbatch = _numbered(caller, batch)
-    _refuse_other_rotations(caller, model.config, microbatch)
+    _refuse_other_rotations(caller, getattr(model, "config", None), microbatch)
     splits = mesh is not None and mesh.cp.size > 1
     own = cut(microbatch, mesh, balanced=balanced) if mesh is not None and splits else microbatch
     device = torch.device(mesh.device_type) if mesh is not None and mesh.device_type else batch["input_ids"].device
