@@ -29,7 +29,15 @@ from smp.parallel.context import technique
 from smp.parallel.context.fit import misfit
 from smp.parallel.parallelize import fill_model, parallelize
 from tests.distributed import run_distributed
-from tests.reference import Layout, Trajectory, global_batch, rank_batch, reference_trajectory, train_parallel
+from tests.reference import (
+    Layout,
+    Trajectory,
+    global_batch,
+    mean_loss,
+    rank_batch,
+    reference_trajectory,
+    train_parallel,
+)
 from tests.zoo import tiny_config
 
 STEPS, TOLERANCE = 3, 1e-9
@@ -90,7 +98,7 @@ def build_plain(model_type: str, **changes: Any) -> nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def build_reference(model_type: str, **changes: Any) -> Reference:
+def build_reference(model_type: str, *, loss_of: Callable = mean_loss, **changes: Any) -> Reference:
     """Build and train the plain model; zeros and ones among its values would hide what is left out."""
     model = build_plain(model_type, **changes).double().train()
     with torch.no_grad(), in_double():
@@ -101,7 +109,7 @@ def build_reference(model_type: str, **changes: Any) -> Reference:
         for name in experts:
             model.get_parameter(name).normal_(std=0.2)
     with in_double():
-        reference = Reference(model, reference_trajectory(model, STEPS))
+        reference = Reference(model, reference_trajectory(model, STEPS, loss_of))
     for name in experts:
         assert reference.expected.gradients[name].any(), f"the experts of {name} are never reached"
     family_of(model.config)  # derived once, in fp32, before the ranks are forked

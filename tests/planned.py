@@ -53,8 +53,9 @@ def _batch(job: Job) -> StepBatch:
     preference = job.config.preference
 
     def microbatch() -> Microbatch:
-        ids = torch.randint(0, job.model.hf_config.vocab_size, (size, length))
-        if preference.dpo:  # a pair a row, of answers of equal length
+        rows_of_sample = preference.rows_of_sample(job.config.data.pack)
+        ids = torch.randint(0, job.model.hf_config.vocab_size, (size * rows_of_sample, length))
+        if preference.dpo and rows_of_sample == 1:  # a pair a row, of answers of equal length
             documents = np.array([length // 2, length - length // 2])
             rows = [Row(row.numpy(), None, None, documents) for row in ids]
             found = Collator(sequence_length=length, pad_token_id=0, document_end=0)(rows)
@@ -62,7 +63,7 @@ def _batch(job: Job) -> StepBatch:
             found = {"input_ids": ids, "targets": shift_labels(ids)}
         if preference.keeps_reference(job.config.lora):
             found["reference"] = torch.zeros(size, 2)
-        return {**found, "sample_ids": torch.arange(size)}
+        return {**found, "sample_ids": torch.arange(size).repeat_interleave(rows_of_sample)}
 
     count = job.config.run.gradient_accumulation_steps
     return StepBatch([microbatch() for _ in range(count)], torch.arange(size * count))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import logging
 import os
 import time
@@ -21,8 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from smp.data.chat import open_conversations
 from smp.data.config import DataConfig, Split
 from smp.data.documents import tell_documents
+from smp.data.order import Order, Positions
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
-from smp.data.sampler import PADDING, step_positions
+from smp.data.sampler import PADDING, dealt_positions, step_positions
 from smp.data.samples import Choice, HeldOut, PackedSamples
 from smp.data.source import find_split, open_rows
 from smp.data.synthetic import SyntheticRows
@@ -32,7 +32,6 @@ from smp.log import say
 from smp.parallel.microbatch import Microbatch
 from smp.processes import end_worker_with_job, worker_context
 
-LOOKED_UP_AT_ONCE = 1024
 LOOKED_AT = 1 << 20  # tokens, for those that are used
 FEWEST_WORKERS_ALLOWED = 8
 NOT_SHARED = 3  # exit status of a data worker
@@ -57,6 +56,7 @@ class BatchShape:
             data with others; None: there are none.
         tokenizer_dir: of the model, for text without --tokenizer_name_or_dir.
         pairs: conversations are pairs of answers.
+        fixed_width: the model computes otherwise where rows have more columns, so that all have ``sequence_length``.
     """
 
     sequence_length: int
@@ -71,6 +71,7 @@ class BatchShape:
     tokenizer_dir: str | None = None
     left_padding_misfit: str | None = None
     pairs: bool = False
+    fixed_width: bool = False
 
 
 @dataclasses.dataclass
@@ -79,14 +80,11 @@ class StepBatch:
 
     Attributes:
         microbatches: their number is the same on every rank.
-        sample_ids: (k,) int64, the stream positions this rank consumes, without padding rows.
+        sample_ids: (k,) int64, the stream positions this rank consumes, without padding rows, ascending.
     """
 
     microbatches: list[Microbatch]
     sample_ids: Tensor
-
-
-Positions = tuple[np.ndarray, np.ndarray]  # of one micro-batch: stream positions, and the samples of the real ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,39 +102,11 @@ class _Microbatches(Dataset):
         positions, samples = index
         # Padding rows are alone in their micro-batch.
         rows: list[Row | None] = [*self.source.rows(samples)] if len(samples) else [None]
-        found: Microbatch = {**self.collate(rows), "sample_ids": torch.from_numpy(positions)}
+        of_rows = np.repeat(positions, len(rows) // len(positions))
+        found: Microbatch = {**self.collate(rows), "sample_ids": torch.from_numpy(of_rows)}
         if self.reference is not None:
             found["reference"] = self.reference[cast(PackedSamples, self.source).packed(samples)]
         return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Order:
-    """DataLoader's sampler: the endless stream of one rank's micro-batches, from any position."""
-
-    step: list[np.ndarray]
-    global_batch_size: int
-    source: RowSource
-    seed: int
-    shuffle: bool
-    start: int
-
-    def __iter__(self) -> Iterator[Positions]:
-        mine = np.concatenate(self.step)
-        # Looking up many positions at once costs little more than one.
-        ahead = np.arange(max(1, LOOKED_UP_AT_ONCE // len(mine))) * self.global_batch_size
-        start = self.start
-        while True:
-            block = np.where(mine == PADDING, PADDING, start + ahead[:, None] + mine)
-            found = np.full(block.shape, PADDING)
-            real = block != PADDING
-            found[real] = self.source.samples_at(block[real], seed=self.seed, shuffle=self.shuffle)
-            edges = np.cumsum([0, *map(len, self.step)]).tolist()
-            for positions, samples in zip(block, found, strict=True):
-                for begin, end in itertools.pairwise(edges):
-                    chosen = samples[begin:end]
-                    yield positions[begin:end], chosen if chosen[0] != PADDING else chosen[:0]
-            start += len(ahead) * self.global_batch_size
 
 
 def _begin_worker(_worker: int) -> None:
@@ -155,19 +125,33 @@ class DataPipeline:
 
     Each ``iter()`` starts at the position of :meth:`seek`, 0 by default, and ends the previous iteration.
 
+    Args:
+        sort: give micro-batches rows of like lengths, where they differ: of a step, sorted over all ranks. Which
+            samples a step has does not change.
+
     Attributes:
         samples_per_epoch: rows of the data; stream position g is in epoch ``g // samples_per_epoch``.
         fingerprint: changes with the data's files and their cutting into samples; a resumed run reports a change.
         digest: changes with the data's rows and their order; likewise.
     """
 
-    def __init__(self, source: RowSource, collate: Collator, batch: BatchShape, *, shuffle: bool, workers: int):
+    def __init__(
+        self,
+        source: RowSource,
+        collate: Collator,
+        batch: BatchShape,
+        *,
+        shuffle: bool,
+        workers: int,
+        sort: bool = False,
+    ):
         self.samples_per_epoch = len(source)
         identity = f"{source.fingerprint} {batch.sequence_length} {collate.document_end}"
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:20]
         self.digest = source.digest
         self._microbatches, self._batch = _Microbatches(source, collate), batch
         self._shuffle, self._workers, self._start = shuffle, workers, 0
+        self._lengths = source.lengths() if sort else None
         self._steps: Iterator[StepBatch] | None = None
 
     def seek(self, sample: int, *, global_batch_size: int | None = None) -> None:
@@ -227,7 +211,7 @@ class DataPipeline:
     def _loader(self, step: list[np.ndarray]) -> DataLoader:
         batch, workers = self._batch, self._workers
         source = self._microbatches.source
-        order = _Order(step, batch.global_batch_size, source, batch.seed, self._shuffle, self._start)
+        order = Order(step, batch.global_batch_size, source, batch.seed, self._shuffle, self._start, self._lengths)
         return DataLoader(
             self._microbatches,
             sampler=order,  # type: ignore[arg-type]
@@ -243,14 +227,14 @@ class DataPipeline:
 
     def _iterate(self) -> Iterator[StepBatch]:
         batch, microbatches = self._batch, []
-        step = step_positions(
+        step = (step_positions if self._lengths is None else dealt_positions)(
             batch=batch.global_batch_size, micro=batch.micro_batch_size, rank=batch.data_rank, size=batch.data_size
         )
         for microbatch in self._served(self._loader(step)):
             microbatches.append(microbatch)
             if len(microbatches) == len(step):
                 ids = torch.cat([each["sample_ids"] for each in microbatches])
-                yield StepBatch(microbatches, ids[ids != PADDING])
+                yield StepBatch(microbatches, ids[ids != PADDING].unique())
                 microbatches = []
 
     @staticmethod
@@ -313,7 +297,10 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
         source.refuse_left_padding(batch.left_padding_misfit)
     pad = eos if eos is not None and eos < batch.vocab_size else 0  # never in the loss
     collate = Collator(
-        sequence_length=batch.sequence_length, pad_token_id=pad, document_end=eos if config.keeps_apart else None
+        sequence_length=batch.sequence_length,
+        pad_token_id=pad,
+        document_end=eos if config.keeps_apart else None,
+        fitted=config.is_chat and not config.keeps_apart and not batch.fixed_width,
     )
     train = split == "train"
     if config.validation_split and not (config.is_chat or config.use_synthetic_data):
@@ -324,6 +311,7 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
         batch,
         shuffle=config.shuffle_data and train,
         workers=config.data_num_workers if train else 0,
+        sort=train and collate.fitted,  # a validation has one micro-batch a step
     )
 
 

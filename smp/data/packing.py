@@ -19,6 +19,7 @@ from smp.errors import UserError
 from smp.parallel.microbatch import Microbatch
 
 BLOCK = 1 << 22  # values of a column that are looked at at once
+FEWEST_COLUMNS = 64  # of rows that are padded to what they need
 
 
 class Row(NamedTuple):
@@ -48,7 +49,11 @@ class RowSource(Protocol):
         """Return the number of rows."""
 
     def rows(self, indices: np.ndarray) -> list[Row]:
-        """Return the rows of the given numbers, (k,) int64."""
+        """Return the rows of the given numbers, (k,) int64; of pairs that are not packed two each."""
+
+    def lengths(self) -> np.ndarray | None:
+        """Return the tokens that each row needs, (rows,); None: rows are full, or padded to a full one's."""
+        return None
 
     def samples_at(self, positions: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
         """Return the number of the row at each stream position; unless overridden, each epoch has every row once.
@@ -151,20 +156,31 @@ class PackedRows(RowSource):
         return Row(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
+def columns_for(tokens: int, most: int) -> int:
+    """Return the columns of rows of so many tokens, at most ``most``: 64, 96, 128, 192, 256, 384, 512 ...
+
+    A multiple of 32, of which few are used: each is a shape that kernels are compiled or tuned for.
+    """
+    power = 1 << (max(tokens, FEWEST_COLUMNS) - 1).bit_length()
+    return min(most, power * 3 // 4 if FEWEST_COLUMNS < tokens <= power * 3 // 4 else power)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collator:
     """Stacks rows into a micro-batch.
 
     Attributes:
-        sequence_length: columns of every tensor.
+        sequence_length: columns of every tensor, or the most.
         pad_token_id: pads short rows on the right.
         document_end: the id that ends a document where documents are masked from each other and rows do not say where
             they begin; None: they are not.
+        fitted: as many columns as the longest row needs, rounded up by :func:`columns_for`.
     """
 
     sequence_length: int
     pad_token_id: int
     document_end: int | None = None
+    fitted: bool = False
 
     def __call__(self, rows: list[Row | None]) -> Microbatch:
         """Pad and stack.
@@ -177,7 +193,9 @@ class Collator:
             token before a real one (causal attention needs none for padding on the right); with ``document_end``
             instead what is known of documents.
         """
-        shape = (len(rows), self.sequence_length)
+        tokens = [0 if row is None else len(row.tokens) for row in rows]
+        columns = columns_for(max(tokens), self.sequence_length) if self.fitted else self.sequence_length
+        shape = (len(rows), columns)
         ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
         for b, row in enumerate(rows):
             if row is not None:
@@ -185,8 +203,7 @@ class Collator:
                 ids[b, :n] = row.tokens
                 labels[b, :n] = ids[b, :n] if row.labels is None else row.labels
         masks: Microbatch = {}
-        tokens = [0 if row is None else len(row.tokens) for row in rows]
-        padded: Microbatch = {"row_tokens": torch.tensor(tokens)} if min(tokens) < self.sequence_length else {}
+        padded: Microbatch = {"row_tokens": torch.tensor(tokens)} if min(tokens) < columns else {}
         known = [row for row in rows if row is not None]
         if self.document_end is not None or any(row.mask is not None or row.documents is not None for row in known):
             masks = self._apply_masks(ids, labels, rows)

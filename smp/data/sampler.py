@@ -87,3 +87,19 @@ def step_positions(*, batch: int, micro: int, rank: int, size: int) -> list[np.n
     mine = np.arange(batch * rank // size, batch * (rank + 1) // size)
     count = math.ceil(math.ceil(batch / size) / micro)
     return [part if len(part) else np.array([PADDING]) for part in np.array_split(mine, count)]
+
+
+def dealt_positions(*, batch: int, micro: int, rank: int, size: int) -> list[np.ndarray]:
+    """Return one rank's micro-batches of a step of sorted samples, as :func:`step_positions` in their order.
+
+    What all ranks compute at the same time are consecutive samples, so that none waits for another's longer rows.
+    """
+    of_ranks = [step_positions(batch=batch, micro=micro, rank=each, size=size) for each in range(size)]
+    found, first = [], 0
+    for parts in zip(*of_ranks, strict=True):
+        for each, part in enumerate(parts):
+            count = len(part) if part[0] != PADDING else 0
+            if each == rank:
+                found.append(np.arange(first, first + count) if count else part)
+            first += count
+    return found

@@ -72,13 +72,13 @@ class HeldOut(RowSource):
 
 
 class PackedSamples(RowSource):
-    """Samples packed by best fit, or one in each sequence, without those of which no token is trained on.
+    """Samples packed by best fit, or one document in each sequence, without those of which no token is trained on.
 
     Args:
         stores: the samples, one a row, or a pair two.
         origins: of each of ``stores`` its file, for messages.
-        pairs: two consecutive rows are a sample, and stay in one sequence.
-        pack: several samples are in a sequence; else one is in each.
+        pairs: two consecutive rows are a sample; packed, they stay in one sequence.
+        pack: several samples are in a sequence; else each document has one to itself.
 
     Attributes:
         numbers: of the samples that are taken, in the data's order.
@@ -106,8 +106,10 @@ class PackedSamples(RowSource):
         each = len(self.names)
         self._first = np.cumsum([0, *((len(store.offsets) - 1) // each for store in stores)])  # sample of each store
         of_rows = np.concatenate([np.diff(store.offsets) for store in stores]).reshape(-1, each)
-        self._documents = _fitted(of_rows, sequence_length)  # lengths of each sample's
-        lengths, self._lengths = of_rows.sum(1), self._documents.sum(1)
+        # Lengths of each sample's documents, which share a sequence or have one each.
+        self._documents = _fitted(of_rows, sequence_length) if pack else np.minimum(of_rows, sequence_length)
+        lengths = of_rows.sum(1) if pack else of_rows.max(1)
+        fitted = self._documents.sum(1)
         chosen = choice.of(len(lengths))
         long = chosen[lengths[chosen] > sequence_length]
         if len(long) and choice.overlong == "refuse":
@@ -128,26 +130,30 @@ class PackedSamples(RowSource):
                 f"first {sequence_length} tokens; {way}"
             )
         self.numbers = chosen
-        self._uncut = chosen[self._lengths[chosen] == lengths[chosen]]
+        self._uncut = chosen[(self._documents == of_rows)[chosen].all(1)]
         one_each = np.arange(len(chosen)), np.arange(len(chosen) + 1)
-        members, offsets = best_fit(self._lengths[chosen], sequence_length) if pack else one_each
+        members, offsets = best_fit(fitted[chosen], sequence_length) if pack else one_each
         self._offsets: np.ndarray = offsets
         self._members = chosen[members]
         alone = () if pack else ("one each",)
         self.fingerprint = digest_of(fingerprint, sequence_length, dataclasses.astuple(choice), *alone)
         self.digest = digest_of(*(store.digest for store in stores))
-        tokens, count = int(self._lengths[chosen].sum()), len(self)
+        tokens, count = int(fitted[chosen].sum()), len(self) if pack else len(self) * each
         cut = f", {len(long)} {'cut' if choice.overlong == 'cut' else 'left out'} as too long" if len(long) else ""
         left_out = f", {idle} left out as nothing of them is trained on" if idle else ""
+        full = f"{100 * tokens / count / sequence_length:.1f} % full" if pack else f"{tokens / count:.1f} tokens each"
         self.summary = (
-            f"{what}: {len(chosen)} samples in {count} sequences "
-            f"({100 * tokens / count / sequence_length:.1f} % full), "
+            f"{what}: {len(chosen)} samples in {count} sequences ({full}), "
             f"{100 * int(trained.sum()) / tokens:.1f} % of their tokens trained on{cut}{left_out}"
         )
         log.info(self.summary)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
+
+    def lengths(self) -> np.ndarray | None:
+        """Return the tokens of each sample's longest document, which are its row's; None: samples are packed."""
+        return None if self._pack else self._documents[self._members].max(1)
 
     @property
     def end(self) -> int | None:
@@ -175,14 +181,17 @@ class PackedSamples(RowSource):
         return np.array([key(sample) for sample in self._members.tolist()], np.uint64).view(np.int64)
 
     def rows(self, indices: np.ndarray) -> list[Row]:
-        """Return sequences by number, with the length of each sample in them."""
+        """Return sequences by number, with the length of each sample in them; or those of each sample."""
+        if not self._pack:
+            documents = (each for sample in self._members[indices].tolist() for each in self.documents(sample))
+            return [Row(tokens, None, labels) for tokens, labels in documents]
         return [self._sequence(int(index)) for index in indices]
 
     def _sequence(self, index: int) -> Row:
         members = self._members[self._offsets[index] : self._offsets[index + 1]]
         parts = [self.sample(sample) for sample in members.tolist()]
         tokens, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return Row(tokens, None, labels, self._documents[members].ravel() if self._pack else None)
+        return Row(tokens, None, labels, self._documents[members].ravel())
 
     def sample(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids (n,) and labels (n,) of a sample by its number in the data."""

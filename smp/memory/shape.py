@@ -142,6 +142,7 @@ class Workload:
     Attributes:
         sequence_length: tokens of a sample.
         micro_batch_size: samples.
+        rows_of_sample: sequences of each.
         compute_bytes: of an element: 4 for fp32, 2 for bf16.
         settings: of the techniques; each reads its own.
         device_type: ``cpu`` or ``cuda``.
@@ -166,6 +167,7 @@ class Workload:
     accumulation: int = 1
     moment: Moment = Moment.LAST_BLOCK
     imbalance: float = 1.0
+    rows_of_sample: int = 1
 
     def columns(self, mesh: Mesh) -> int:
         """Count the tokens of a sample on one rank: all, or its part, with padding, where ranks split a sequence."""
@@ -176,7 +178,7 @@ class Workload:
 
     def tokens(self, mesh: Mesh) -> int:
         """Count the tokens of the forward pass on one rank."""
-        return self.micro_batch_size * self.columns(mesh)
+        return self.micro_batch_size * self.rows_of_sample * self.columns(mesh)
 
     @property
     def recomputation(self) -> str:
@@ -200,6 +202,7 @@ def workload(
     forward_only: bool = False,
     is_async: bool = False,
     accumulation: int = 1,
+    rows_of_sample: int = 1,
 ) -> Workload:
     """Return the workload of one forward pass of a job.
 
@@ -208,6 +211,7 @@ def workload(
         forward_only: whether there is no backward pass, as in evaluation.
         is_async: whether checkpoints are written in the background, which on a CPU takes a copy.
         accumulation: micro-batches of a step.
+        rows_of_sample: sequences of each sample.
     """
     on_cpu = device_type == "cpu"
     return Workload(
@@ -221,6 +225,7 @@ def workload(
         checkpoint_copy=is_async and on_cpu and not forward_only,
         unused_heap=unused_heap(recomputes=settings[ActivationConfig].activation_checkpointing) if on_cpu else 0.0,
         accumulation=accumulation,
+        rows_of_sample=rows_of_sample,
     )
 
 
@@ -335,7 +340,7 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
         inside = inside * shape.saved[work.compute_bytes >= 4] // full
     inside += int(tokens * shape.routed * work.imbalance * work.compute_bytes / (mesh.tp.size if split else 1))
     if matrices:
-        matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
+        matrix = work.micro_batch_size * work.rows_of_sample * shape.heads * work.sequence_length**2
         inside += 3 * matrix * work.compute_bytes // mesh.tp.size
     return BlockBytes(tokens * shape.hidden * work.compute_bytes // (mesh.tp.size if split else 1), inside)
 

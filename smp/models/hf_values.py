@@ -354,6 +354,21 @@ def ropes_of(parameters: Any) -> list[Mapping[str, Any]]:
     return [nested for nested in found.values() if isinstance(nested, Mapping)] or [found]
 
 
+def rope_limit(hf_config: Any) -> tuple[str, int] | None:
+    """Return the type of a rotary embedding that is another for all of a batch beyond some tokens, and their number.
+
+    The longest of the batch's sequences, padding included, decides; None: none does.
+
+    Source: ``dynamic_rope_update`` of transformers' ``modeling_rope_utils.py``.
+    """
+    for rope in ropes_of(getattr(hf_config, "rope_parameters", None)):
+        if rope.get("rope_type") == "dynamic":
+            return "dynamic", hf_config.max_position_embeddings
+        if rope.get("rope_type") == "longrope":
+            return "longrope", rope["original_max_position_embeddings"]
+    return None
+
+
 def set_positions(values: dict[str, Any], length: int, hf_config: Any, *, fixed: bool, exact: bool) -> None:
     """Allow sequences of ``length`` tokens in config values.
 

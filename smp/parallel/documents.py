@@ -25,7 +25,7 @@ from torch import nn
 from smp.config import ParallelConfig
 from smp.errors import UserError
 from smp.models.derive import without_values
-from smp.models.hf_values import ropes_of
+from smp.models.hf_values import rope_limit
 from smp.models.meta_model import meta_model
 from smp.models.registry import build_model, family_of
 from smp.parallel.mixers import LINEAR, Bounds, by_document, elsewhere, mixers_by_block
@@ -120,12 +120,12 @@ def mixes_documents(hf_config: Any, length: int = 0) -> tuple[str] | tuple[str, 
 
     A forward on the meta device tells whether its masks follow from positions that restart.
     """
-    for rope in ropes_of(getattr(hf_config, "rope_parameters", None)):
-        if rope.get("rope_type") == "dynamic":
-            return ("its rotary embedding (dynamic) goes by the longest document of a micro-batch",)
-        if rope.get("rope_type") == "longrope" and length > (most := rope["original_max_position_embeddings"]):
-            longer = f"beyond {most} tokens its rotary embedding is another for all of a micro-batch"
-            return longer, f"--max_context_width {most}, or "
+    kind, most = rope_limit(hf_config) or ("", length)
+    if kind == "dynamic":
+        return ("its rotary embedding (dynamic) goes by the longest document of a micro-batch",)
+    if length > most:
+        longer = f"beyond {most} tokens its rotary embedding is another for all of a micro-batch"
+        return longer, f"--max_context_width {most}, or "
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
         ids, positions = (torch.zeros(2, 6, dtype=torch.long) for _ in range(2))

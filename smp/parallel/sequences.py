@@ -13,6 +13,7 @@ from torch.autograd import Function
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, shift_labels
 from smp.mesh import Mesh, Role
+from smp.models.hf_values import rope_limit
 from smp.parallel.attention import document_lengths
 from smp.parallel.context.batch import check_batch, cut
 from smp.parallel.documents import bounds_of, document_index
@@ -55,7 +56,8 @@ def log_probs(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None, *, 
         balanced: as :func:`smp.parallel.context.layout.split_columns`'s.
 
     Raises:
-        UserError: the model's loss is not in chunks, or the batch has no labels, or what cannot be cut by tokens.
+        UserError: the model's loss is not in chunks, or the batch has no labels, or what cannot be cut by tokens, or
+            sequences that would get another rotary embedding than alone.
     """
     caller = "smp.sequence_log_probs"
     if not is_in_chunks(model):
@@ -66,6 +68,7 @@ def log_probs(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None, *, 
     batch = _padded_on_the_right(caller, batch)
     check_batch(caller, batch)
     microbatch = _numbered(caller, batch)
+    _refuse_other_rotations(caller, getattr(model, "config", None), microbatch)
     splits = mesh is not None and mesh.cp.size > 1
     own = cut(microbatch, mesh, balanced=balanced) if mesh is not None and splits else microbatch
     device = torch.device(mesh.device_type) if mesh is not None and mesh.device_type else batch["input_ids"].device
@@ -113,6 +116,34 @@ def _padded_on_the_right(caller: str, batch: Mapping[str, Any]) -> Mapping[str, 
         if found.get(name) is not None:
             found[name] = found[name].gather(1, order)
     return found
+
+
+def _refuse_other_rotations(caller: str, hf_config: Any, batch: Microbatch) -> None:
+    """Refuse sequences whose rotary embedding would depend on the others of the batch, or on earlier batches.
+
+    Raises:
+        UserError: saying so.
+    """
+    if (limit := rope_limit(hf_config)) is None:
+        return
+    (kind, most), targets, mask = limit, batch["targets"], batch.get("attention_mask")
+    if "document_bounds" in batch:
+        lengths = batch["document_bounds"].diff()
+        longest = int(lengths.max())
+    else:
+        longest = targets.shape[1]
+        columns = torch.arange(longest, device=targets.device)
+        # Without a mask, up to what the last token with a target predicts.
+        ends = (columns + 2).clamp(max=longest) * (targets != IGNORE_INDEX)
+        lengths = ends.amax(1) if mask is None else mask.sum(1)
+    lengths = lengths[batch["sequence_tokens"] > 0]
+    if longest <= most or not len(lengths) or (kind == "longrope" and int(lengths.min()) > most):
+        return
+    alone = ", or longer sequences in batches of their own" if kind == "longrope" else ""
+    raise UserError(
+        f"{caller}: beyond {most} tokens the rotary embedding ({kind}) is that of the longest sequence for all of a "
+        f"batch, and this one has {longest} tokens with padding: give at most {most}{alone}"
+    )
 
 
 def _numbered(caller: str, batch: Mapping[str, Any]) -> Microbatch:

@@ -83,9 +83,11 @@ def layouts(
     tried = [dict(zip(tries, degrees, strict=True)) for degrees in itertools.product(*tries.values())]
     batches = [settings["train_batch_size"]] if "train_batch_size" in given else _BATCHES
     bf16 = device_type != "cpu" if settings["bf16"] is None else settings["bf16"]
+    sections = settings_of(settings, PreferenceConfig)
     asked = workload(
-        resolved, settings_of(settings, PreferenceConfig), batch=1, compute_bytes=2 if bf16 else 4,
-        device_type=device_type, is_async=settings["checkpoint_type"].startswith("async_"),
+        resolved, sections, batch=1, compute_bytes=2 if bf16 else 4, device_type=device_type,
+        is_async=settings["checkpoint_type"].startswith("async_"),
+        rows_of_sample=sections[PreferenceConfig].rows_of_sample(settings["pack"]),
     )  # fmt: skip
     saving, table = list(_savings(settings, given, device_type)), table_of(resolved, asked.settings)
     # The job refuses more data-parallel processes than samples.
@@ -99,7 +101,8 @@ def layouts(
             one = asked.changed(**flags)
             for batch in batches:
                 accumulation = _accumulation(settings, mesh, batch, chosen=len(batches) > 1)
-                tokens = (samples or batch * mesh.data.size * (accumulation or 0)) * resolved.sequence_length
+                rows = asked.rows_of_sample * (samples or batch * mesh.data.size * (accumulation or 0))
+                tokens = rows * resolved.sequence_length
                 if accumulation and (samples or tokens <= MOST_TOKENS or batch == batches[0]):
                     sizes = {"train_batch_size": batch} if len(batches) > 1 else {}
                     work = dataclasses.replace(one, micro_batch_size=batch, accumulation=accumulation)

@@ -33,6 +33,7 @@ from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.search import Found, instructive, search
 from smp.plan.tables import argv_of, title_of
 from smp.train.arguments import parse_args
+from smp.train.checked_job import why_one_each
 from smp.train.flops import model_flops_per_token
 from smp.units import GIB
 
@@ -105,12 +106,16 @@ def read_request(
         if problems := config.preference.misfits_of_loss(config.loss, config.model, config.lora):
             raise ConfigError(problems)
         model = resolve_model(config.model, here=not row.is_gpu)
+        if why_one_each(config.data, model):
+            argv = [*argv, "--pack", "0"]
+            config = parse_args(argv)
         if global_tokens is not None:
             tokens, length = parse_count("--global_tokens", global_tokens), model.sequence_length
             if "global_batch_size" in config.given:
                 raise UserError(
                     f"--global_tokens {global_tokens} and --global_batch_size both set the batch: leave one out"
                 )
+            length *= config.preference.rows_of_sample(config.data.pack)
             if tokens < length:
                 raise UserError(f"--global_tokens {global_tokens} is less than a sample of {length} tokens: give more")
             argv = [*argv, "--global_batch_size", str(tokens // length)]

@@ -113,19 +113,21 @@ def _make_batch(job: Job, rows: list[int], samples: int) -> StepBatch:
         samples: of the whole step, whose numbers are in the batch.
     """
     length, integer, preference = job.model.sequence_length, torch.int64, job.config.preference
-    documents = 2 if preference.dpo else 1
+    of_sample = preference.rows_of_sample(job.config.data.pack)
+    documents = 2 // of_sample if preference.dpo else 1
 
-    def microbatch(size: int) -> Microbatch:
+    def microbatch(samples: int) -> Microbatch:
+        size = of_sample * samples
         bounds = np.arange(documents * size + 1) * length // documents
         ids, targets = (torch.zeros(size, length, dtype=integer) for _ in range(2))
         targets.view(-1)[bounds[1:] - 1] = IGNORE_INDEX
         made: Microbatch = {"input_ids": ids, "targets": targets, "sample_ids": torch.zeros(size, dtype=integer)}
-        if job.config.data.keeps_apart or preference.dpo:
+        if job.config.data.keeps_apart or documents > 1:
             made["position_ids"] = torch.zeros(size, length, dtype=integer)
             made["document_bounds"] = torch.from_numpy(bounds.astype(np.int32))
             made["longest_document"] = -(-length // documents)
         if preference.keeps_reference(job.config.lora):
-            made["reference"] = torch.zeros(size, 2)
+            made["reference"] = torch.zeros(samples, 2)
         return made
 
     return StepBatch([microbatch(size) for size in rows], torch.zeros(samples, dtype=integer))

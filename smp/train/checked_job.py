@@ -17,6 +17,7 @@ from smp.data.template import given_template
 from smp.errors import ConfigError, Problems
 from smp.memory.limits import available_memory
 from smp.mesh import Mesh, choose_strategy, resolve_mesh
+from smp.models.hf_values import rope_limit
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.models.text_part import content_of_whole
 from smp.optim import optimizers
@@ -120,7 +121,7 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
     if model is None:
         attempt(_lay_out, config, launch)
         raise ConfigError(problems)
-    if (alone := None if config.preference.dpo else _why_one_each(config.data, model)) is not None:
+    if (alone := why_one_each(config.data, model)) is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, pack=False))
     job = make_job(config, launch, device, model, problems)
     job.choices.extend([Choice("pack", False, alone)] if alone else [])
@@ -188,7 +189,7 @@ def _why_no_text_part(config: TrainConfig, model: ResolvedModel) -> str | None:
     return None if content_of_whole(model.weights) is not None else "the model is no part of a larger one"
 
 
-def _why_one_each(data: DataConfig, model: ResolvedModel) -> str | None:
+def why_one_each(data: DataConfig, model: ResolvedModel) -> str | None:
     """Return why conversations are one in a sequence where nothing else is said; None: several are, or none is read."""
     found = mixes_documents(model.hf_config, model.sequence_length) if data.is_chat and data.pack is None else None
     return found and f"the model does not keep packed conversations apart: {found[0]}"
@@ -256,5 +257,6 @@ def _batch_shape(job: Job, global_batch_size: int) -> BatchShape:
         eos_token_id=job.model.eos_token_id,
         left_padding_misfit=left_padding_misfit(job.setup),
         pairs=job.config.preference.dpo,
+        fixed_width=(limit := rope_limit(job.model.hf_config)) is not None and job.model.sequence_length > limit[1],
         tokenizer_dir=str(job.model.tokenizer_dir) if job.model.tokenizer_dir else None,
     )

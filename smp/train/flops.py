@@ -19,10 +19,27 @@ from smp.models.projection import projection_size
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOPs (a multiply and an add are two) of one token of training, and the formula that gave them."""
+    """FLOPs (a multiply and an add are two) of one token of training, and the formula that gave them.
 
-    total: float
+    Attributes:
+        of_token: without attention.
+        of_pair: for each token that it attends to.
+        sequence_length: tokens that attend to each other.
+    """
+
+    of_token: int
+    of_pair: int
+    sequence_length: int
     formula: str
+
+    @property
+    def total(self) -> float:
+        """Those of a token in a sequence of full length."""
+        return float(self.of(1, self.sequence_length))
+
+    def of(self, tokens: int, pairs: int) -> int:
+        """Return the FLOPs of so many tokens, and of pairs of a token and one of its sequence."""
+        return self.of_token * tokens + self.of_pair * pairs
 
 
 def _attention_layers(hf_config: Any) -> int:
@@ -78,4 +95,4 @@ def model_flops_per_token(hf_config: Any, sequence_length: int, table: Parameter
         f"{counted} + 12 x {attention} layers x {heads} query heads x {head_dim} head width x {sequence_length} tokens "
         f"(full attention square), forward and backward, without recomputation (PaLM, appendix B)"
     )
-    return Flops(float(products) + 12 * attention * heads * head_dim * sequence_length, formula)
+    return Flops(products, 12 * attention * heads * head_dim, sequence_length, formula)

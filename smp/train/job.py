@@ -118,6 +118,7 @@ def sizes(job: Job) -> tuple[ModelShape, Workload]:
         forward_only=evaluates,
         is_async=job.config.checkpoint.is_async,
         accumulation=accumulation(job),
+        rows_of_sample=job.config.preference.rows_of_sample(job.config.data.pack),
     )
     return shape_of(job.model, job.settings), work
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from smp.errors import UserError
 from smp.log import FILE_ONLY, get_logger
 from smp.train.curves import Curves
+from smp.train.flops import Flops
 from smp.train.logging_config import GET_TENSORBOARD, LoggingConfig, nccl_bandwidths
 from smp.train.progress_bar import ProgressBar
 from smp.train.state import TrainState
@@ -35,24 +36,24 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclasses.dataclass
 class _Speed:
-    """Samples and tokens of some seconds of training."""
+    """Samples of some seconds of training, their tokens with a label, all that were computed, and model FLOPs."""
 
     samples: int = 0
     tokens: int = 0
+    computed: int = 0
+    flops: int = 0
     seconds: float = 0.0
 
     def add(self, other: _Speed) -> None:
         self.samples += other.samples
         self.tokens += other.tokens
+        self.computed += other.computed
+        self.flops += other.flops
         self.seconds += other.seconds
 
-    @property
-    def samples_per_sec(self) -> float:
-        return self.samples / self.seconds if self.seconds else 0.0
-
-    @property
-    def tokens_per_sec(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def rate(self, count: int) -> float:
+        """Return how many of a count there are in a second."""
+        return count / self.seconds if self.seconds else 0.0
 
 
 class NullMetricsLogger:
@@ -81,8 +82,7 @@ class MetricsLogger:
 
     Args:
         run_dir: the run directory; ``metrics.jsonl`` and ``tensorboard/`` are written to it.
-        flops_per_token: model FLOPs of one token, forward and backward (``smp.train.flops``).
-        sequence_length: tokens of a sample that are computed, with padding and those without a label.
+        flops: model FLOPs, forward and backward.
         peak_flops: FLOP/s one device can do in the format computed in; None, where it is unknown, makes ``mfu`` null.
         world_size: number of devices.
         resume_from: progress at which the run resumes; lines of later steps are dropped. None: a new run, which must
@@ -101,8 +101,7 @@ class MetricsLogger:
         config: LoggingConfig,
         *,
         run_dir: Path,
-        flops_per_token: float,
-        sequence_length: int,
+        flops: Flops,
         peak_flops: float | None,
         world_size: int,
         max_steps: int,
@@ -111,7 +110,7 @@ class MetricsLogger:
     ):
         self.trackers = trackers or Trackers()
         self._config = config
-        self._flops_per_token, self._sequence_length = flops_per_token, sequence_length
+        self._flops = flops
         self._peak_flops = peak_flops
         self._world_size = world_size
         self._max_steps = max_steps
@@ -145,6 +144,7 @@ class MetricsLogger:
         grad_norm: float,
         tokens: int,
         samples: int,
+        computed: tuple[int, int],
         step_time_s: float,
         memory: Mapping[str, float | None],
         phase_s: Mapping[str, float] | None = None,
@@ -160,6 +160,8 @@ class MetricsLogger:
             grad_norm: global gradient norm before clipping.
             tokens: valid tokens since the start of training, all ranks: those with a label.
             samples: samples consumed since the start of training, all ranks.
+            computed: tokens that were computed since the last call, with padding and those without a label, all ranks;
+                and pairs of them and of tokens of their rows, as :meth:`smp.train.flops.Flops.of` counts them.
             step_time_s: mean seconds per step since the last call, without validation and checkpoints.
             memory: what ``smp.memory.tracker.memory_stats`` returns.
             phase_s: seconds of this process in each phase since the last call, validation and checkpoints included.
@@ -168,8 +170,10 @@ class MetricsLogger:
         """
         steps = step - self._step
         seconds = steps * step_time_s
-        speed = _Speed(samples - self._samples, tokens - self._tokens, seconds)
-        processed, tflops = self._processed(speed), self._tflops(speed)
+        flops = self._flops.of(*computed)
+        speed = _Speed(samples - self._samples, tokens - self._tokens, computed[0], flops, seconds)
+        processed, tflops = speed.rate(speed.computed), self._tflops(speed)
+        samples_rate, rate = speed.rate(speed.samples), speed.rate(speed.tokens)
         record = {
             "step": step,
             "loss": loss,
@@ -177,8 +181,8 @@ class MetricsLogger:
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens": tokens,
-            "samples_per_sec": speed.samples_per_sec,
-            "tokens_per_sec": speed.tokens_per_sec,
+            "samples_per_sec": samples_rate,
+            "tokens_per_sec": rate,
             "processed_tokens_per_sec": processed,
             "step_time_s": step_time_s,
             "model_tflops_per_device": tflops,
@@ -190,7 +194,7 @@ class MetricsLogger:
         self._write(record)
         for tag, value in {
             "Loss/train": loss,
-            "Perf/SeqPerSec": speed.samples_per_sec,
+            "Perf/SeqPerSec": samples_rate,
             "Perf/ModelTFLOPs": tflops,
             "LR/learning_rate": lr,
             "Norms/grad_norm": grad_norm,
@@ -200,15 +204,14 @@ class MetricsLogger:
             self.writers.scalar(tag, value, step)
         self._recent.append(step_time_s)
         left = (self._max_steps - step) * statistics.median(self._recent)
-        differ = processed - speed.tokens_per_sec > 0.01 * processed
+        differ = processed - rate > 0.01 * processed
         logger.info(
             "Batch %d Loss: %s, Speed: %s samples/sec, Model TFLOPS/GPU: %s, lr: %s, gradnorm: %s, "
             "Tokens/sec: %.0f, %sTime left: %s%s%s",
-            step, f"{loss:.5f}", digits(speed.samples_per_sec, 2), digits(tflops, 2), digits(lr, 6),
-            digits(grad_norm, 4), speed.tokens_per_sec, _memory_text(memory), clock(left),
+            step, f"{loss:.5f}", digits(samples_rate, 2), digits(tflops, 2), digits(lr, 6),
+            digits(grad_norm, 4), rate, _memory_text(memory), clock(left),
             f", Processed tokens/sec: {processed:.0f}" if differ else "", _listed(more), extra=self._line,
         )  # fmt: skip
-        rate = speed.tokens_per_sec
         shown = f"{processed:,.0f} tokens/s ({rate:,.0f} labelled)" if differ else f"{rate:,.0f} tokens/s"
         memory_text = "" if memory.get("mem_allocated_gib") is None else f", {memory['mem_peak_gib']:.1f} GiB"
         self.bar.tell(f"loss {loss:.4f}, {shown}{memory_text}")
@@ -227,8 +230,8 @@ class MetricsLogger:
         if average.seconds and step // every > self._step // every:
             logger.info(
                 "Batch %d Running Avg Speed: %s samples/sec, Running Avg Model TFLOPS/GPU: %s (steps %d to %d)",
-                step, digits(average.samples_per_sec, 2), digits(self._tflops(average), 2), self._average_after + 1,
-                step, extra=self._line,
+                step, digits(average.rate(average.samples), 2), digits(self._tflops(average), 2),
+                self._average_after + 1, step, extra=self._line,
             )  # fmt: skip
 
     @property
@@ -236,12 +239,8 @@ class MetricsLogger:
         """Where SMP v2's line goes: a terminal has the bar instead."""
         return FILE_ONLY if self.bar.shown else None
 
-    def _processed(self, speed: _Speed) -> float:
-        """Return the tokens per second that are computed, whether they have a label or not."""
-        return speed.samples_per_sec * self._sequence_length
-
     def _tflops(self, speed: _Speed) -> float:
-        return self._processed(speed) * self._flops_per_token / self._world_size / 1e12
+        return speed.rate(speed.flops) / self._world_size / 1e12
 
     def redraw(self) -> None:
         """Draw ``curves.png`` anew, if it is time; call it where no step is timed."""

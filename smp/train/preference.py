@@ -2,7 +2,7 @@
 
 The reference is the model that training begins from, and there is no second model: with new adapters it is the policy
 without them, else its log-probabilities have been computed before (:mod:`smp.train.reference`). Chosen and rejected
-answer of a pair are consecutive documents of one sequence.
+answer of a pair are consecutive documents of one sequence, or, where sequences are not packed, consecutive rows.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ class Config(Section):
             not adapters.lora_rank or adapters.adapter_path is not None or bool(adapters.lora_modules_to_save)
         )
 
+    def rows_of_sample(self, pack: bool | None) -> int:
+        """Return how many rows of a micro-batch a sample is: a pair that ``--pack 0`` does not pack is two."""
+        return 2 if self.dpo and pack is False else 1
+
     def misfits(self, data: DataConfig, loss: LossConfig, model: ModelConfig, adapters: lora.Config) -> list[str]:
         """Return one sentence for each setting of other sections that does not go with pairs."""
         found: list[str] = []
@@ -71,8 +75,6 @@ class Config(Section):
             found.append(f"--dpo 1 reads pairs, not --dataset_type {data.dataset_type}: set --dataset_type chat")
         elif data.train_on not in ("auto", "completion"):
             found.append(f"--dpo 1 compares complete answers, not --train_on {data.train_on}: leave that out")
-        elif data.pack is False:
-            found.append("--dpo 1 packs the two answers of a pair into a sequence, and --pack 0 does not: leave it out")
         return found + self.misfits_of_loss(loss, model, adapters)
 
     def misfits_of_loss(self, loss: LossConfig, model: ModelConfig, adapters: lora.Config) -> list[str]:
@@ -115,10 +117,15 @@ def pair_losses(
 
 
 def number_pairs(microbatch: Microbatch) -> Microbatch:
-    """Return a micro-batch with its answers numbered, 2n and 2n + 1 of a pair; padding, without a target, is none."""
-    targets = microbatch["targets"]
-    document = document_index(targets, microbatch["document_bounds"]).long() - 1
-    tokens = torch.bincount(document[targets != IGNORE_INDEX], minlength=len(microbatch["document_bounds"]) - 1)
+    """Return a micro-batch with its answers numbered, 2n and 2n + 1 of a pair; padding, without a target, is none.
+
+    Answers are its documents, or else its rows.
+    """
+    targets, bounds = microbatch["targets"], microbatch.get("document_bounds")
+    if bounds is None:
+        bounds = torch.arange(len(targets) + 1) * targets.shape[1]
+    document = document_index(targets, bounds).long() - 1
+    tokens = torch.bincount(document[targets != IGNORE_INDEX], minlength=len(bounds) - 1)
     answers = tokens > 0
     number = (answers.cumsum(0) - 1).clamp(min=0)
     found = tokens[answers]

@@ -64,11 +64,13 @@ def announce(job: CheckedJob, start: Start, model: nn.Module, changes: list[str]
         job.launch.world_size, job.mesh, job.device.type, dist.get_backend(), str(job.dtype).removeprefix("torch."),
     )  # fmt: skip
     tell_of_sharding(job.mesh)
-    length, samples = job.model.sequence_length, job.train_data.samples_per_epoch
+    samples, config = job.train_data.samples_per_epoch, job.config
+    length = job.model.sequence_length * config.preference.rows_of_sample(config.data.pack)
     epochs = start.max_steps * start.global_batch_size / samples
     logger.info(
-        "Global batch: %d samples, %d tokens; epoch: %d samples, %s tokens; to step %d%s",
-        start.global_batch_size, start.global_batch_size * length, samples, short(samples * length), start.max_steps,
+        "Global batch: %d samples, %s%d tokens; epoch: %d samples, %s tokens; to step %d%s",
+        start.global_batch_size, "at most " if config.data.is_chat and not config.data.keeps_apart else "",
+        start.global_batch_size * length, samples, short(samples * length), start.max_steps,
         f" ({epochs:.2f} epochs)" if epochs >= 0.01 else "",
     )  # fmt: skip
     logger.info("Run directory: %s", shown(job.run_dir))
@@ -179,8 +181,7 @@ def begin_files(job: CheckedJob, start: Start) -> MetricsLogger | NullMetricsLog
     return MetricsLogger(
         settings,
         run_dir=job.run_dir,
-        flops_per_token=flops.total,
-        sequence_length=job.model.sequence_length,
+        flops=flops,
         peak_flops=peak_flops(device_name, job.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
         world_size=job.launch.world_size,
         max_steps=start.max_steps,

@@ -68,6 +68,7 @@ class StepResult:
     grad_norm: torch.Tensor  # 0-d
     norms: dict[nn.Parameter, torch.Tensor]  # of each gradient on this rank, 0-d
     loss_group: dist.ProcessGroup | None  # the ranks over which losses are summed
+    computed: torch.Tensor  # (2,), :func:`computed` of the whole global batch
 
     def numbers(self, *, over_all_ranks: bool) -> torch.Tensor:
         """Return this rank's sum of losses, the norm, the tokens, the divisor, the sums over all ranks or this rank's.
@@ -116,9 +117,11 @@ def train_step(
     defer, keep = parallel.defer_gradient_sync, not parallel.reshard_between_microbatches
     objective = objective or TokenLoss(setup)
     microbatches = [objective.own_part(microbatch) for microbatch in batch.microbatches]
-    counts = objective.count(microbatches, device)
+    sizes = computed(batch.microbatches if setup.mesh.cp.rank == 0 else [])
+    more = [torch.full((1,), each, dtype=torch.int64, device=device) for each in sizes]
+    counts = torch.cat([objective.count(microbatches, device).view(-1), *more])
     counted = dist.all_reduce(counts, group=loss_group, async_op=True)
-    divisor, valid = counts.view(-1)[0], counts.view(-1)[-1]
+    divisor, valid = counts[0], counts[-3]
     record("Before train step")
     sums = torch.zeros(1 + len(objective.metrics), device=device, dtype=torch.float64)
     for index, microbatch in enumerate(microbatches):
@@ -143,7 +146,13 @@ def train_step(
     # Before the next forward, so that gradients are freed when activations grow.
     optimizer.zero_grad(set_to_none=True)
     record("After opt step")
-    return StepResult(sums, divisor, valid, grad_norm, norms, loss_group)
+    return StepResult(sums, divisor, valid, grad_norm, norms, loss_group, counts[-2:])
+
+
+def computed(microbatches: Sequence[Microbatch]) -> tuple[int, int]:
+    """Count the tokens of micro-batches, padding and all, and the pairs of each with one of its row."""
+    shapes = [microbatch["input_ids"].shape for microbatch in microbatches]
+    return sum(rows * columns for rows, columns in shapes), sum(rows * columns**2 for rows, columns in shapes)
 
 
 def valid_tokens(microbatch: Microbatch) -> int:

@@ -74,6 +74,7 @@ class Trainer:
     guard: Guard
     planned: Planned
     val_loss: float | None = None  # of the current step, if it was validated
+    computed: tuple[int, int] = (0, 0)  # of the steps since the last one that was logged
 
 
 # Steps whose results the host leaves on their way while it goes on: on a GPU it runs ahead of the device.
@@ -164,7 +165,7 @@ class _Done:
     sample_ids: torch.Tensor
     result: StepResult
     logged: bool
-    numbers: Readback  # those of the result; over all ranks if the step is logged
+    numbers: Readback  # those of the result, over all ranks if the step is logged; and what was computed
     measured: dict[str, Readback]  # of the techniques, if the step is logged
 
 
@@ -198,9 +199,10 @@ def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
     state.step += 1
     state.samples += start.global_batch_size
     logged = config.logging.due(state.step, max_steps=start.max_steps)
-    numbers = Readback(result.numbers(over_all_ranks=logged))
+    numbers = result.numbers(over_all_ranks=logged)
+    read = Readback(torch.cat([numbers, result.computed.to(numbers)]))
     measured = {name: Readback(value) for name, value in metrics(model).items()} if logged else {}
-    return _Done(state.step, state.samples, lr, batch.sample_ids, result, logged, numbers, measured)
+    return _Done(state.step, state.samples, lr, batch.sample_ids, result, logged, read, measured)
 
 
 def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
@@ -210,8 +212,9 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
         RunError: on every rank, if its update was left out and the run is to stop.
     """
     trainer.guard.enter("optimizer", done.step)  # whose end is waited for
-    own_loss, grad_norm, tokens, divisor, loss, *others = done.numbers.read()
+    own_loss, grad_norm, tokens, divisor, loss, *others, processed, pairs = done.numbers.read()
     state = trainer.state
+    trainer.computed = trainer.computed[0] + int(processed), trainer.computed[1] + int(pairs)
     state.tokens += int(tokens)
     if not tokens:
         logger.warning("Step %d had no valid token in any sample: its update was skipped.", done.step)
@@ -236,6 +239,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             grad_norm=grad_norm,
             tokens=state.tokens,
             samples=done.samples,
+            computed=trainer.computed,
             step_time_s=watch.mean_seconds(done.step),
             memory=memory_stats(trainer.job.device),
             phase_s=trainer.guard.watchdog.spent(),
@@ -244,6 +248,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             },
             measured={name: value.read() for name, value in done.measured.items()},
         )
+        trainer.computed = 0, 0
     trainer.metrics.bar.reach(done.step)
     trainer.planned.settled(done.step)
 

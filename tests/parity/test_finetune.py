@@ -5,17 +5,27 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from smp.checkpoint.directory import find_checkpoints
+from smp.data import packing
 from smp.data.config import DataConfig
-from smp.data.data_pipeline import BatchShape, open_samples
-from tests.job import assert_resumes, losses, run_job
-from tests.reference import VOCABULARY, build_reference
+from smp.data.data_pipeline import BatchShape, DataPipeline, open_samples
+from smp.data.packing import Collator, columns_for
+from smp.data.samples import Choice, PackedSamples
+from smp.data.token_cache import Columns
+from tests.distributed import run_distributed
+from tests.job import assert_resumes, losses, read_metrics, run_job
+from tests.model_checks import assert_same_training
+from tests.model_checks import build_reference as build_zoo_reference
+from tests.reference import VOCABULARY, Layout, build_reference
+from tests.zoo import VOCABULARY as ZOO_VOCABULARY
 
 SAMPLE_TOKENIZER = pathlib.Path(__file__).parents[2] / "data" / "sample" / "tokenizer"
 
@@ -120,6 +130,63 @@ def load_parameters(model, path) -> None:
     dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
+BATCH = 5
+
+
+def conversations() -> PackedSamples:
+    """Of many lengths, the first tokens of each read only, one in a sequence."""
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(2, 24, 12)
+    ids = rng.integers(1, ZOO_VOCABULARY, lengths.sum())
+    offsets = np.cumsum([0, *lengths])
+    labels = ids.copy()
+    for start, length in zip(offsets, lengths, strict=False):
+        labels[start : start + length // 3] = -100
+    store = Columns(ids, offsets, None, labels)
+    return PackedSamples([store], 24, "f", Choice(), what="data", origins=["a.jsonl"], pack=False)
+
+
+def each_alone(model, step: int) -> torch.Tensor:
+    """The plain model's loss of a global batch, each conversation in a forward of its own."""
+    source, total, count = conversations(), 0.0, 0
+    for number in source.samples_at(np.arange(BATCH * step, BATCH * (step + 1)), seed=2, shuffle=True).tolist():
+        ids, labels = (torch.from_numpy(column) for column in source.sample(number))
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        total = total + F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
+        count += int((labels[1:] != -100).sum())
+    return total / count
+
+
+def padded(step: int, rank: int, size: int, _accumulation: int):
+    """What a rank trains on of it: micro-batches of two, sorted, as wide as they need to be."""
+    shape = BatchShape(
+        sequence_length=24, vocab_size=ZOO_VOCABULARY, global_batch_size=BATCH, micro_batch_size=2, data_rank=rank,
+        data_size=size, seed=2,
+    )  # fmt: skip
+    collate = Collator(sequence_length=24, pad_token_id=0, fitted=True)
+    with mock.patch.object(packing, "FEWEST_COLUMNS", 4):
+        data = DataPipeline(conversations(), collate, shape, shuffle=True, workers=0, sort=True)
+        data.seek(BATCH * step)
+        batch = next(iter(data))
+    assert len(batch.microbatches) > 1
+    return batch
+
+
+OTHERS = ("qwen3_5_text", "nemotron_h", "granitemoehybrid")
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)])
+def test_conversations_padded_together_are_those_alone(model_type):
+    reference = build_zoo_reference(model_type, loss_of=each_alone)
+    run_distributed(check_padded, reference, [Layout("no_shard", checkpointing=True)], world_size=1)
+    run_distributed(check_padded, reference, [Layout("full_shard"), Layout("full_shard", cp=2)], world_size=2)
+
+
+def check_padded(reference, layouts):
+    for layout in layouts:
+        assert_same_training(reference, layout, padded)
+
+
 def test_conversations_of_a_hybrid_model_packed_and_one_in_a_sequence(tmp_path):
     config = CONFIG_MAPPING["qwen3_5_text"](
         vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -137,14 +204,16 @@ def test_conversations_of_a_hybrid_model_packed_and_one_in_a_sequence(tmp_path):
         "chat_template": str(SAMPLE_TOKENIZER.parent / "chat_template.jinja"),
     }  # fmt: skip
     job = [word for name, value in data.items() for word in (f"--{name}", value)]
-    job += ["--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--max_context_width", 64]
+    job += ["--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--max_context_width", 128]
     job += ["--max_steps", 1]
-    run_job(*job, "--output_dir", tmp_path / "alone", "--train_batch_size", 2, "--pack", 0, world_size=2).succeeded()
+    alone = ["--train_batch_size", 1, "--gradient_accumulation_steps", 2, "--pack", 0]
+    outcome = run_job(*job, "--output_dir", tmp_path / "alone", *alone, world_size=2).succeeded()
     batch = BatchShape(
-        sequence_length=64, vocab_size=2048, global_batch_size=4, micro_batch_size=2, data_rank=0, data_size=1, seed=0
+        sequence_length=128, vocab_size=2048, global_batch_size=4, micro_batch_size=2, data_rank=0, data_size=1, seed=0
     )
-    source = open_samples(DataConfig(**data), split="train", batch=batch)
-    run_job(*job, "--output_dir", tmp_path / "packed", "--train_batch_size", len(source)).succeeded()
+    packed = open_samples(DataConfig(**data), split="train", batch=batch)
+    run_job(*job, "--output_dir", tmp_path / "packed", "--train_batch_size", len(packed)).succeeded()
+    source = open_samples(DataConfig(**data, pack=False), split="train", batch=batch)
     total, count = 0.0, 0
     for sample in range(4):
         ids, labels = (torch.from_numpy(column.astype("int64"))[None] for column in source.sample(sample))
@@ -154,7 +223,12 @@ def test_conversations_of_a_hybrid_model_packed_and_one_in_a_sequence(tmp_path):
         count += int((labels[0, 1:] != -100).sum())
     for run in ("alone", "packed"):
         assert losses(tmp_path / run) == pytest.approx([total / count], rel=1e-5)
-    assert len(source) < 4
+    assert len(packed) < 4
+    computed = sum(columns_for(length, 128) for length in source.lengths().tolist())
+    (line,) = read_metrics(tmp_path / "alone")
+    assert computed < 4 * 128 and "Global batch: 4 samples, at most 512 tokens" in outcome.output
+    assert 4 * line["processed_tokens_per_sec"] / line["samples_per_sec"] == pytest.approx(computed)
+    assert 4 * line["tokens_per_sec"] / line["samples_per_sec"] == pytest.approx(count)
     outcome = run_job(*job, "--output_dir", tmp_path / "refused", "--compile", 1)
     assert outcome.statuses == [2] and "--compile 1: blocks that call a layer on each of their" in outcome.output
     assert not (tmp_path / "refused").exists()

@@ -72,6 +72,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "pairs, adapters, zero2, bf16": (2, "smddp", (*LLAMA, *ZERO2, *LORA, *DPO, *ACCUMULATED, "--bf16", "1")),
     "pairs, all parameters, cp": (2, "gloo", (*LLAMA, *FULL, *DPO, *CP2, "p2p", "--gradient_accumulation_steps", "5")),
     "pairs, all parameters": (2, "smddp", (*LLAMA, *FULL, *DPO, *SELECTIVE)),
+    "pairs, an answer a row": (2, "gloo", (*LLAMA, *FULL, *DPO, "--pack", "0")),
     "cp, window": (2, "gloo", (*MISTRAL, *FULL, *CP2, "all_gather")),
 }  # fmt: skip
 # One of each technique; the others are crosses of them.

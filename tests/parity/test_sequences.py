@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import smp
 from smp.errors import UserError
 from tests.distributed import run_distributed
-from tests.reference import VOCABULARY, build_reference, relative
+from tests.reference import VOCABULARY, build_reference, relative, tiny_config
 from tests.tensor_parallel import whole
 
 ROWS, LENGTH = 4, 12
@@ -185,3 +185,45 @@ def test_one_process_without_a_mesh_and_what_is_refused():
     found = smp.sequence_log_probs(model, {"input_ids": ids, "labels": labels})
     sums, _ = reference(packed=False)
     assert relative(found.detach() - sums, sums) <= 1e-12
+
+
+ROPES = {
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 8},
+    "dynamic": {"factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_embeddings_by_the_longest_of_a_batch(kind):
+    """Sequences whose log-probabilities would depend on the others are refused; those of the others are as alone."""
+    config = tiny_config("llama_gqa")
+    config.max_position_embeddings = 8 if kind == "dynamic" else 64
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+    torch.manual_seed(7)
+    model = smp.chunk_loss(LlamaForCausalLM(config).double())
+
+    def sums(rows: slice, columns: int, lengths: list[int], **more) -> torch.Tensor:
+        ids, mask = data()[0][rows, :columns], torch.arange(columns) < torch.tensor(lengths)[rows, None]
+        more = more or {"attention_mask": mask.long()}
+        batch = {"input_ids": ids, "labels": ids.masked_fill(~mask, -100), **more}
+        return smp.sequence_log_probs(model, batch).detach()
+
+    def each_alone(lengths: list[int]) -> torch.Tensor:
+        return torch.cat([sums(slice(row, row + 1), length, lengths) for row, length in enumerate(lengths)])
+
+    every, fits = slice(0, 2), [5, 8]
+    assert relative(sums(every, 8, fits) - each_alone(fits), each_alone(fits)) <= 1e-12
+    with pytest.raises(UserError, match=rf"beyond 8 tokens the rotary embedding \({kind}\) .* has 12 tokens"):
+        sums(every, 12, [5, 12])
+    refused = [(fits, {}), ([5, 5], {}), ([12, 12], {"document_bounds": torch.tensor([0, 3, 12, 24])})]
+    longer = [12, 9]
+    if kind == "dynamic":
+        refused.append((longer, {}))
+    else:
+        assert relative(sums(every, 12, longer) - each_alone(longer), each_alone(longer)) <= 1e-12
+    for lengths, more in refused:
+        with pytest.raises(UserError, match="give at most 8" + ", or longer sequences" * (kind == "longrope")):
+            sums(every, 12, lengths, **more)
+    shifted = {"position_ids": torch.arange(12).remainder(6).expand(2, 12)}  # documents of 6 tokens
+    assert len(sums(every, 12, [12, 12], **shifted)) == 4
+    assert sums(every, 12, [0, 0]).tolist() == [0, 0]

@@ -123,3 +123,35 @@ def test_all_parameters_keep_the_reference_of_the_first_start(base):
     assert re.search(sentence.format("training"), refused.output) and "Traceback" not in refused.output
     run_job(*flags(base, "other", *shorter, *validation), *resume, "--reset_progress", 1, world_size=2).succeeded()
     assert curve(base / "other")[0] == pytest.approx([0.693147, 0, 0, 0, 0], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.full
+def test_a_hybrid_model_has_an_answer_in_a_row_at_any_layout(base):
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=2048, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=128, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    Lfm2ForCausalLM(config).save_pretrained(base / "base")
+    validation = ["--validation_split", 0.1, "--validation_freq", 3, "--checkpoint_freq", 3]
+    whole = ["--lora_rank", 0, "--lr", 0.002, *validation]
+    done = run_job(*flags(base, "shard", *whole), "--train_batch_size", 2, world_size=2).succeeded()
+    assert "the model does not keep packed conversations apart: it has conv layers" in done.output
+    assert "Global batch: 8 samples, at most 2048 tokens" in done.output
+    found = curve(base / "shard")
+    assert found[0][:3] == pytest.approx([0.693147, 0, 0], rel=1e-5, abs=1e-5) and found[-1][4] > 0.01, found
+    for name, layout in (("tp", ["--tensor_parallel_degree", 2]), ("cp", ["--context_parallel_degree", 2])):
+        run_job(*flags(base, name, *whole, *layout), "--train_batch_size", 4, world_size=2).succeeded()
+        for mine, theirs in zip(curve(base / name)[1:], found[1:], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-3, abs=2e-5), name
+    (checkpoint,) = (base / "shard" / "checkpoints").glob("*-3steps")
+    resume = ["--resume_from_checkpoint", checkpoint, "--train_batch_size", 2, "--data_num_workers", 1]
+    run_job(*flags(base, "resumed", *whole), *resume, world_size=2).succeeded()
+    assert curve(base / "resumed") == found[3:]
+    lines = [json.loads(line) for line in (base / "shard" / "metrics.jsonl").read_text().splitlines()]
+    validated = [line for line in lines if "val_loss" in line]
+    evaluate = ["--evaluate_only", 1, "--resume_from_checkpoint", checkpoint, "--lora_rank", 0, *validation[:2]]
+    result = evaluation(run_job(*flags(base, "shard", *evaluate), world_size=1))
+    assert result == pytest.approx([validated[1][name] for name in VALIDATED], rel=1e-4, abs=1e-6)

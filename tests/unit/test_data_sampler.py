@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from smp.data.sampler import PADDING, permute, samples_at, step_positions
+from smp.data.sampler import PADDING, dealt_positions, permute, samples_at, step_positions
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 63, 64, 65, 255, 256, 257, 1000, 4095, 4097, 65537])
@@ -52,3 +52,13 @@ def test_a_step_is_divided_whole_and_every_rank_has_as_many_microbatches(batch, 
     assert real == list(range(batch))
     assert len({len(parts) for parts in ranks}) == 1
     assert all(1 <= len(part) <= micro for parts in ranks for part in parts)
+
+
+@pytest.mark.parametrize(("batch", "size", "micro"), [(8, 2, 2), (13, 3, 2), (5, 4, 1), (2, 4, 3)])
+def test_sorted_samples_are_dealt_in_order_to_ranks_that_compute_at_the_same_time(batch, size, micro):
+    settings = {"batch": batch, "micro": micro, "size": size}
+    ranks = [dealt_positions(rank=rank, **settings) for rank in range(size)]
+    plain = [step_positions(rank=rank, **settings) for rank in range(size)]
+    assert [[len(part) for part in parts] for parts in ranks] == [[len(part) for part in parts] for parts in plain]
+    real = [n for parts in zip(*ranks, strict=True) for part in parts for n in part.tolist() if n != PADDING]
+    assert real == list(range(batch))

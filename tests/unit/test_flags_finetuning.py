@@ -17,6 +17,7 @@ from smp.models.model_config import ModelConfig
 from smp.models.registry import family_of
 from smp.parallel import lora, nf4
 from smp.parallel.linear import product_of
+from smp.train.job import sizes
 from smp.train.preference import PairLoss, loss_of, pair_losses
 from tests import experts
 from tests.flags import check, in_child, one_process, parse, plan_of
@@ -223,6 +224,8 @@ def test_preferences(tmp_path):
             "--max_context_width", 128, "--lora_rank", 2]  # fmt: skip
     plan = plan_of(["--dpo", 1], tmp_path, data=data)
     assert len(plan.train_data._microbatches.source.numbers) == 200
+    apart = plan_of(["--dpo", 1, "--pack", 0], tmp_path, data=data)
+    assert [sizes(each)[1].rows_of_sample for each in (plan, apart)] == [1, 2]
     assert isinstance(loss_of(plan.setup), PairLoss)
     with pytest.raises(ConfigError, match="line 1: is a pair of answers: --dpo 1 trains on such"):
         plan_of([], tmp_path, data=data)

@@ -11,6 +11,7 @@ import pytest
 
 from smp.errors import ConfigError, UserError
 from smp.train import logging_config, metrics, writers
+from smp.train.flops import Flops
 from smp.train.logging_config import LoggingConfig
 from smp.train.metrics import MetricsLogger, NullMetricsLogger, last_logged_step
 from smp.train.state import TrainState
@@ -40,18 +41,19 @@ def lines(monkeypatch):
     metrics.logger.setLevel(level)
 
 
-def make(run_dir, *, config=None, max_steps=100, resume_from=None, peak_flops=1e12, sequence_length=50):
+def make(run_dir, *, config=None, max_steps=100, resume_from=None, peak_flops=1e12, of_pair=0):
     return MetricsLogger(
-        config or LoggingConfig(), run_dir=run_dir, flops_per_token=1e9, peak_flops=peak_flops, world_size=2,
-        max_steps=max_steps, resume_from=resume_from, sequence_length=sequence_length,
+        config or LoggingConfig(), run_dir=run_dir, flops=Flops(10**9, of_pair, 50, ""), peak_flops=peak_flops,
+        world_size=2, max_steps=max_steps, resume_from=resume_from,
     )  # fmt: skip
 
 
-def report(logger, step, *, loss=2.0, seconds=0.5):
-    """Step ``step`` of a run with 8 samples and 400 tokens per step."""
+def report(logger, step, *, loss=2.0, seconds=0.5, computed=400, pairs=0):
+    """Step ``step`` of a run with 8 samples and 400 tokens with a label per step."""
     logger.train_step(
-        step, loss=loss, lr=1e-4, grad_norm=0.5, tokens=400 * step, samples=8 * step, step_time_s=seconds, memory=MEMORY
-    )
+        step, loss=loss, lr=1e-4, grad_norm=0.5, tokens=400 * step, samples=8 * step, step_time_s=seconds,
+        memory=MEMORY, computed=(computed, pairs),
+    )  # fmt: skip
 
 
 def read(run_dir):
@@ -72,7 +74,7 @@ def scalars(folder):
 def test_a_line_has_the_agreed_keys_and_numbers(tmp_path):
     logger = make(tmp_path)
     report(logger, 1)
-    report(logger, 3)  # two steps at once
+    report(logger, 3, computed=800)  # two steps at once
     logger.finish()
     first, second = read(tmp_path)
     assert list(first) == KEYS
@@ -84,16 +86,27 @@ def test_a_line_has_the_agreed_keys_and_numbers(tmp_path):
 
 
 def test_flops_are_of_all_tokens_that_are_computed_and_the_line_ends_with_their_rate(tmp_path, lines):
-    logger = make(tmp_path, sequence_length=80)  # 8 x 80 tokens a step, 400 of them with a label
-    report(logger, 1)
+    logger = make(tmp_path)
+    report(logger, 1, computed=640)
     (line,) = read(tmp_path)
     assert (line["tokens_per_sec"], line["processed_tokens_per_sec"]) == (800.0, 1280.0)
     assert line["model_tflops_per_device"] == pytest.approx(0.64) == line["mfu"]
     assert lines[-1].endswith("Tokens/sec: 800, Memory: 1.50 GiB, Time left: 0:00:50, Processed tokens/sec: 1280")
 
 
+def test_attention_counts_by_the_width_of_the_rows_and_an_average_by_all_that_was_computed(tmp_path, lines):
+    """Steps of 8 rows of 64 tokens, then of 32: of 1e7 FLOPs for each token and each that it attends to."""
+    logger = make(tmp_path, config=LoggingConfig(logging_freq_for_avg=2), max_steps=2, of_pair=10**7)
+    for step, columns in ((1, 64), (2, 32)):
+        report(logger, step, computed=8 * columns, pairs=8 * columns**2)
+    expected = [8 * n * (1e9 + 1e7 * n) / 0.5 / 2 / 1e12 for n in (64, 32)]
+    assert [line["model_tflops_per_device"] for line in read(tmp_path)] == pytest.approx(expected)
+    assert [line["processed_tokens_per_sec"] for line in read(tmp_path)] == [1024, 512]
+    assert f"Running Avg Model TFLOPS/GPU: {expected[1]:.2f} (steps 2 to 2)" in lines[-1]
+
+
 def test_one_rate_is_enough_where_they_hardly_differ(tmp_path, lines):
-    report(make(tmp_path, sequence_length=50.4), 1)  # 0.8 %, as where each 127th token has no label
+    report(make(tmp_path), 1, computed=403)  # 0.8 %, as where each 127th token has no label
     assert lines[-1].endswith("Time left: 0:00:50")
 
 

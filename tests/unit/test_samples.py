@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from smp.data.best_fit import best_fit
-from smp.data.packing import Collator
+from smp.data.data_pipeline import BatchShape, DataPipeline
+from smp.data.packing import Collator, columns_for
 from smp.data.samples import Choice, PackedSamples
 from smp.data.token_cache import Columns
 from smp.errors import UserError
@@ -95,3 +96,74 @@ def test_what_is_beside_a_sample_changes_nothing_of_it():
     assert batch["document_bounds"].tolist() == [0, 3, 6, 8, 16] and batch["longest_document"] == 8
     inside = packed([stored("xxxx", ".xx")]).rows(np.array([0]))[0]
     assert collate([inside])["position_ids"][0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0]  # 3 is inside
+
+
+def one_each(stores, length=512, *, pairs=False, **choice) -> PackedSamples:
+    origins = [f"{name}.jsonl" for name in "abc"[: len(stores)]]
+    return PackedSamples(
+        stores, length, "f", Choice(**choice), what="training data", origins=origins, pairs=pairs, pack=False
+    )
+
+
+def test_a_width_is_one_of_few_and_pads_less_than_half():
+    widths = {tokens: columns_for(tokens, 4096) for tokens in range(5000)}
+    assert sorted({*widths.values()}) == [
+        64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
+    ]  # fmt: skip
+    assert all(min(tokens, 4096) <= width and (width == 64 or width < 1.5 * tokens) for tokens, width in widths.items())
+    assert columns_for(3, 40) == 40 and columns_for(65, 80) == 80
+
+
+LENGTHS = [70, 5, 300, 64, 90, 6, 300, 130, 65, 20]
+
+
+def steps_of(source, *, batch=6, micro=2, size=1, start=0, sort=True, steps=3):
+    """Of each step and rank the micro-batches: their sample_ids, rows' tokens and columns."""
+    found = [[] for _ in range(steps)]
+    for rank in range(size):
+        shape = BatchShape(
+            sequence_length=512, vocab_size=2048, global_batch_size=batch, micro_batch_size=micro, data_rank=rank,
+            data_size=size, seed=4,
+        )  # fmt: skip
+        collate = Collator(sequence_length=512, pad_token_id=0, fitted=True)
+        data = DataPipeline(source, collate, shape, shuffle=True, workers=0, sort=sort)
+        data.seek(start)
+        for step, mine in zip(found, data, strict=False):
+            step.append([
+                (each["sample_ids"].tolist(), (each["input_ids"] != 0).sum(1).tolist(), each["input_ids"].shape[1])
+                for each in mine.microbatches
+            ])  # fmt: skip
+            assert mine.sample_ids.tolist() == sorted({n for ids, _, _ in step[-1] for n in ids if n >= 0})
+    return found
+
+
+@pytest.mark.parametrize(("size", "micro"), [(1, 6), (1, 1), (2, 2), (3, 1), (4, 1)])
+def test_rows_of_a_step_are_sorted_and_which_samples_it_has_does_not_change(size, micro):
+    source = one_each([stored(*("." + "x" * (n - 1) for n in LENGTHS))])
+    expected = steps_of(source, micro=6, sort=False)
+    found = steps_of(source, micro=micro, size=size)
+    for (((ids, tokens, _),),), step in zip(expected, found, strict=True):
+        of_sample = dict(zip(ids, tokens, strict=True))
+        together = [each for parts in zip(*step, strict=True) for each in parts]  # as ranks compute them
+        assert sorted(n for numbers, _, _ in together for n in numbers if n >= 0) == ids
+        order = []
+        for numbers, tokens, columns in together:
+            if numbers == [-1]:
+                assert tokens == [0] and columns == 64
+                continue
+            assert tokens == [of_sample[n] for n in numbers] and columns == columns_for(max(tokens), 512)
+            order += tokens
+        assert order == sorted(of_sample.values(), reverse=True)
+    assert steps_of(source, micro=micro, size=size, start=6, steps=2) == found[1:]
+
+
+def test_a_pair_that_is_not_packed_is_two_rows_of_full_length(caplog):
+    caplog.set_level(logging.INFO, "smp.data")
+    texts = ["." + "x" * 600, "." + "x" * 600, ".xx", "." + "x" * 90, "x..", ".x"]
+    source = one_each([stored(*texts)], pairs=True)  # nothing of the third pair's chosen answer is trained on
+    assert [len(row.tokens) for row in source.rows(np.array([1, 0]))] == [3, 91, 512, 512]
+    assert source.lengths().tolist() == [512, 91] and source.packed(np.array([1])).tolist() == [1]
+    assert "2 samples in 4 sequences (279.5 tokens each)" in caplog.text and "1 cut as too long" in caplog.text
+    ((((ids, tokens, columns),),),) = steps_of(source, batch=2, steps=1)
+    assert (tokens, columns) == ([512, 512, 3, 91], 512) and ids[::2] == ids[1::2] and sorted(ids[::2]) == [0, 1]
+    assert len(one_each([stored(*texts)], pairs=True, overlong="drop")) == 1
