@@ -9,20 +9,13 @@ from typing import Any, NamedTuple
 from smp.axes import AXES
 from smp.config import ActivationConfig, LossConfig, flag_text
 from smp.memory.estimate import peak_bytes
-from smp.memory.shape import ModelShape, Workload
+from smp.memory.shape import RECOMPUTATION, ModelShape, Workload
 from smp.mesh import Mesh
 from smp.units import MIB
 
-# Settings by name, those that take least time first.
-RECOMPUTATION: tuple[dict[str, Any], ...] = (
-    {"activation_checkpointing": False},
-    {"activation_checkpointing": True, "activation_checkpointing_mode": "selective"},
-    {"activation_checkpointing": True, "activation_checkpointing_mode": "full"},
-)
 OFFLOADING: dict[str, Any] = {"offload_activations": True}
 # What a search does not vary.
 _OTHERS: tuple[dict[str, Any], ...] = (
-    {"activation_checkpointing_every": 1},
     {"loss_chunk_tokens": 1024},
     {**OFFLOADING, "activation_loading_horizon": 1},
     {"cpu_offload": True},

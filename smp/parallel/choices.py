@@ -15,7 +15,9 @@ from smp.mesh import Mesh, lay_out
 # Settings whose choice was shown to be right and faster, or smaller, each with the result that shows it, of
 # benchmarks/results/gpu/2026-11-28-h200.md. The others keep their plain value.
 GPU_DEFAULTS: dict[str, str] = {
+    "activation_checkpointing": "the same bits",
     "activation_checkpointing_mode": "the bits of full; a step of 4 blocks in 0.94 of the time, with equal memory",
+    "activation_checkpointing_every": "the same bits",
     "attn_implementation": "documents in 0.79 of the time of a mask, losses within 2e-5; one document as before",
     "compile": "compiled, selective: 0.90 of eager's time, losses within 8.2e-5; in fp32, with all of these, 1e-6",
     "expandable_segments": "the same bits; 6 blocks: 43.2 GiB reserved, not 44.8, in the same time",
