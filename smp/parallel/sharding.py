@@ -26,6 +26,7 @@ from smp.models.experts import fp32_routers
 from smp.models.family import Family
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import state_bytes, working_bytes
+from smp.parallel import one_rank
 from smp.parallel.activation_checkpoint import hide_from_selection
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.gradient_sum import begin_microbatch, sum_gradients
@@ -79,7 +80,9 @@ def shard_model(
     policies = {False: policy, True: dataclasses.replace(policy, param_dtype=None)}
     # Memory is pinned for copies to a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    frozen = None if cpu_offload else one_rank.frozen_parameters(model, param_dtype)
     *units, root = with_inner(model, [*units, Unit([model], reshard=False)], fp32_routers(model) if reduced else ())
+    ranks = set[int]()  # of a parameter, sharded and replicated
     for unit in (each for outer in (*units, root) for each in (*outer.inside, outer)):  # those inside first
         # [Note: units inside of units] fully_shard leaves to a later, outer call what an earlier one has sharded. The
         # other way round the outer unit would own the parameters, over the wrong mesh, and the inner one none.
@@ -89,7 +92,9 @@ def shard_model(
         fully_shard(
             modules if len(modules) > 1 else modules[0], mesh=over, reshard_after_forward=unit.reshard,
             mp_policy=policies[unit.fp32], shard_placement_fn=place, offload_policy=offload,
+            ignored_params=frozen if group.size() == 1 else None,
         )  # fmt: skip
+        ranks.add(over.size())
         # The gradient of a look-up reads no weights: without this backward would gather the table to free it again.
         unit.first.set_unshard_in_backward(unit.in_backward)
         for module in cast(list[FSDPModule], modules):
@@ -101,9 +106,13 @@ def shard_model(
                 sum_gradients(module)
             # By module, as its parameter group has the buffers; over the group of the last dimension, the shards.
             install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
+            if group.size() == 1:
+                one_rank.reduce_in_place(module)
             if unit.axis is not None or unit.fp32:
                 hide_from_selection(module)
     _set_prefetch(units, parallel)
+    if ranks == {1}:
+        one_rank.use_one_stream(model)
     # What clips, logs or wraps the gradients later must know whether they are sums: a factor of all ranks is at stake.
     setattr(model, _SUMMED, True)
     return model
@@ -282,7 +291,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 
     Trained parameters and their gradients are of ``--param_dtype``, gradients that accumulate fp32, frozen parameters
     of the computation's dtype; all, and the optimizer's state, are sharded over sharding and tensor-parallel ranks, and
-    in a group of one gathering is a copy.
+    in a group of one gathering what is trained is a copy.
     Backward gathers a block while the one above it is computed, and reduces each unit from a copy of its gradients,
     which lives until the next unit's are reduced.
     """
@@ -310,6 +319,9 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     }.get(moment, unreduced)  # fmt: skip
     copies = _copies(mesh, work, receives=copied == unreduced)
     updates = moment is Moment.UPDATE
+    gathered = shape.gathered(units, mesh)
+    if mesh.shard.size == 1 and shards:  # what is frozen is used as it is
+        gathered = Trained(trained, table, last, shape.trained(*degrees).block)
     gathered_by_update = working_bytes(shape.specs, mesh, work.settings[OptimConfig]) if updates else 0
     if deferred:
         unreduced = max(unreduced, trained - reduced)
@@ -317,7 +329,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         "parameters": -(-trained // mesh.shard.size) * shards + frozen,
         "gradients": -(-gradients // mesh.shard.size) * shards + -(-sums // mesh.shard.size) * fp32,
         "optimizer state": int(-(-trained // mesh.shard.size) * state),
-        "gathered parameters": _gathered(shape.gathered(units, mesh), shape, mesh, work) * work.compute_bytes,
+        "gathered parameters": _gathered(gathered, shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,
         "communication buffers": copies * copied * fp32 + _buffer_bytes(shape, mesh, work) + gathered_by_update,
     }
@@ -337,7 +349,8 @@ def _unreduced(shape: ModelShape, mesh: Mesh, moment: Moment, *, table: int, las
 
 def _copies(mesh: Mesh, work: Workload, *, receives: bool) -> int:
     """Count the copies of a unit's gradients that its reduction takes: torch's, and those of the backend."""
-    copies = 1 + (mesh.shard.size == 1 < mesh.loss.size)  # a copy, into which torch divides
+    # A rank alone reduces in place; with replicas torch divides into a copy.
+    copies = int(mesh.shard.size > 1 or mesh.loss.size > 1)
     if work.device_type != "cpu":
         return copies
     if work.settings[CommConfig].distributed_backend == "smddp":
