@@ -368,6 +368,11 @@ class LossConfig(Section):
         plain=1024,
         minimum=0,
     )  # fmt: skip
+    compile_loss: bool | Auto = setting(
+        AUTO, "Compile what makes losses and gradients of a chunk's logits with torch.compile: fewer passes. auto: on "
+        "GPUs, where Triton and a compiler are there, the vocabulary is not split, and without --deterministic 1.",
+        plain=False,
+    )  # fmt: skip
     z_loss: float = setting(
         0.0, "Factor of the squared log-partition that is added to each token's training loss.", minimum=0
     )
@@ -377,6 +382,8 @@ class LossConfig(Section):
         found = super().problems()
         if self.z_loss and not self.loss_chunk_tokens:
             found.append("--z_loss needs --loss_chunk_tokens above 0: leave that at its default")
+        if self.compile_loss is True and not self.loss_chunk_tokens:
+            found.append("--compile_loss 1 needs --loss_chunk_tokens above 0: leave that at its default")
         return found
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from smp.config import Settings, flag_text
@@ -95,6 +98,16 @@ def agree_on_choices(settings: Settings, mine: list[Choice]) -> list[Choice]:
         reasons = "" if other is None else f"rank 0: {found[0].reason}; rank {other}: {found[other].reason}"
         agreed.append(Choice(name, plain[name], reasons) if reasons else found[dist.get_rank()])
     return agreed
+
+
+def missing_tools() -> str:
+    """Return which of the compilers that ``torch.compile`` needs on a GPU are not found, or nothing."""
+    missing = []
+    if torch.version.cuda or torch.version.hip:  # else the job is planned for another machine
+        missing = [] if importlib.util.find_spec("triton") else ["triton"]
+        if shutil.which("cc") is None and shutil.which("gcc") is None:
+            missing.append("a C compiler")
+    return f"{' and '.join(missing)} not found" if missing else ""
 
 
 def _unshown(choice: Choice, plain: Any) -> Choice:

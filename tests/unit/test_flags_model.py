@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+import smp.parallel.linear_loss
 import smp.parallel.parallelize
 import smp.parallel.sharding
 from smp.errors import ConfigError
-from smp.loss import shift_labels
+from smp.loss import shift_labels, token_losses
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.optim.optimizers import build_optimizer
@@ -170,6 +171,7 @@ def test_activation_checkpointing():
 
     none, full = computed(["--activation_checkpointing", 0]), computed([])
     selective = computed(["--activation_checkpointing_mode", "selective"])
+    assert computed(["--activation_checkpointing_mode", "products"]) == none
     every = computed(["--activation_checkpointing_every", 2])  # one of the two blocks
     assert none < selective < full and 2 * (every - none) == full - none
 
@@ -250,6 +252,17 @@ def test_compile(monkeypatch):
     assert compiled == []
     blocks(["--compile", 1])
     assert len(compiled) == 2
+
+
+@check("compile_loss")
+def test_compile_loss(monkeypatch):
+    computed = []
+    made = lambda: lambda logits, *rest: computed.append(len(logits)) or token_losses(logits, *rest)  # noqa: E731
+    monkeypatch.setattr(smp.parallel.linear_loss, "_compiled", made)
+    blocks([])
+    assert computed == []
+    blocks(["--compile_loss", 1])
+    assert sum(computed) > 0
 
 
 @check("bf16")
