@@ -72,9 +72,11 @@ def _alternatives(mesh: Mesh, work: Workload, accumulation: int | None) -> Itera
     optim = work.settings[OptimConfig]
     now = vars(work.settings[ActivationConfig]) | vars(work.settings[LossConfig])
     now["optimizer_state_dtype"] = optim.moments
+    may_narrow = OptimConfig in map(type, work.settings.sections) and optim.optimizer == "adamw"
+    may_narrow &= optim.beta2 <= 1 - 1 / 256  # as OptimConfig asks
     for settings in (*RECOMPUTATION, *_OTHERS):
         flags = {name: value for name, value in settings.items() if now[name] != value}
-        if "optimizer_state_dtype" in flags and (optim.optimizer != "adamw" or optim.beta2 > 1 - 1 / 256):
+        if "optimizer_state_dtype" in flags and not may_narrow:
             continue
         if on_cpu and "cpu_offload" in flags:
             continue

@@ -226,7 +226,7 @@ def test_cpu_offload():
     differs(in_host_memory, ["--cpu_offload", 1], {True})
 
 
-@check("loss_chunk_tokens", "z_loss")
+@check("loss_chunk_tokens", "z_loss", "compile_loss")
 def test_loss_in_chunks(monkeypatch):
     rows = counted(monkeypatch)
 
@@ -240,6 +240,10 @@ def test_loss_in_chunks(monkeypatch):
     plain, whole = loss([])
     assert whole == [32] and loss(["--loss_chunk_tokens", 0]) == (pytest.approx(plain, rel=1e-6), [])
     assert loss(["--loss_chunk_tokens", 10]) == (pytest.approx(plain, rel=1e-6), [10, 10, 10, 2])
+    made = lambda: lambda logits, *rest: compiled.append(len(logits)) or token_losses(logits, *rest)  # noqa: E731
+    monkeypatch.setattr(smp.parallel.linear_loss, "_compiled", made)
+    compiled: list[int] = []
+    assert loss(["--compile_loss", 1]) == (pytest.approx(plain, rel=1e-6), []) and compiled == [32]
     # 64 words, all about as likely, so that the logarithm of the partition is about log 64.
     assert loss(["--z_loss", 0.1])[0] == pytest.approx(plain + 30 * 0.1 * math.log(64) ** 2, rel=0.05)
 
@@ -252,17 +256,6 @@ def test_compile(monkeypatch):
     assert compiled == []
     blocks(["--compile", 1])
     assert len(compiled) == 2
-
-
-@check("compile_loss")
-def test_compile_loss(monkeypatch):
-    computed = []
-    made = lambda: lambda logits, *rest: computed.append(len(logits)) or token_losses(logits, *rest)  # noqa: E731
-    monkeypatch.setattr(smp.parallel.linear_loss, "_compiled", made)
-    blocks([])
-    assert computed == []
-    blocks(["--compile_loss", 1])
-    assert sum(computed) > 0
 
 
 @check("bf16")
