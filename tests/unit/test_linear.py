@@ -27,7 +27,7 @@ from tests.adapters import RANK, Adapter
 from tests.distributed import run_distributed
 from tests.reference import Layout, relative
 from tests.tensor_parallel import ROWS, batch_of, build, config_of, overlap_on_cpu, split, whole
-from tests.unit.test_activation_checkpoint import Products
+from tests.unit import test_activation_checkpoint
 
 STEP = 1 / 64  # of the rounded weights: as large as most of them are
 
@@ -247,11 +247,11 @@ def test_an_adapter_multiplies_no_more_than_it_needs():
         torch.randn(*size, generator=generator, dtype=torch.float64)
         for size in ((5, 6), (4, 6), (2, 6), (4, 2), (5, 4), (5, 4))
     )
-    with Products() as counter:
+    with test_activation_checkpoint.Products() as counter:
         found = product.forward(x, weight, None, a, b)
     assert counter.count == 3 and torch.allclose(found, x @ (weight + 2 * b @ a).T)
     for gradient in gradients:
-        with Products() as counter:
+        with test_activation_checkpoint.Products() as counter:
             into = product.input_gradient(gradient, weight, a, b)
             _, of_a, of_b = product.parameter_gradients(gradient, x, weight, a, b, needs=(False, True, True))
         assert counter.count == 6
