@@ -84,7 +84,10 @@ def choose(situation: Situation) -> Iterator[Choice]:
     """Recompute as little as memory allows."""
     auto, config = situation.settings.undecided(), situation.settings[Config]
     names = ("activation_checkpointing", "activation_checkpointing_mode", "activation_checkpointing_every")
-    tried = recomputations({name: getattr(config, name) for name in names if name not in auto})
+    given = {name: getattr(config, name) for name in names if name not in auto}
+    if config.offload_activations:  # of a block that is not recomputed nearly everything would be moved
+        given = {names[0]: True, names[2]: 1, **given}
+    tried = recomputations(given)
     for chosen in tried:
         if fits := situation.fits(**chosen):
             break

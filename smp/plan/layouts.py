@@ -181,10 +181,11 @@ def _savings(settings: Mapping[str, Any], given: frozenset[str], device_type: st
     # Of what was given as auto nothing is searched: the job chooses it.
     recomputing = [dict[str, Any]()] if AUTO in known.values() else recomputations(known)
     yield from recomputing
-    # On a CPU it takes a directory. Without recomputation it moves nearly everything.
+    # On a CPU it takes a directory. Of blocks that are not recomputed it moves nearly everything.
     if "offload_activations" not in given and device_type != "cpu":
         for chosen in recomputing:
-            if {**known, **chosen}.get("activation_checkpointing", True):
+            how = {**known, **chosen}
+            if how.get("activation_checkpointing", True) and how.get("activation_checkpointing_every", 1) == 1:
                 yield {**chosen, **OFFLOADING}
 
 

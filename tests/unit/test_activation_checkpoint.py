@@ -213,6 +213,7 @@ def test_the_mode_is_chosen_by_memory():
     # What was given is kept; a mode, or which blocks, is given to recompute.
     assert chosen(0, activation_checkpointing=True) == {mode: "products", every: 2}
     assert chosen(0, activation_checkpointing_mode="selective") == {on: True, every: 1}
+    assert chosen(0, offload_activations=True) == {mode: "products"}
     assert chosen(1, activation_checkpointing_every=3) == {on: True, mode: "selective"}
     assert Settings((ActivationConfig(),))[ActivationConfig].activation_checkpointing_mode == "full"
 
