@@ -312,15 +312,19 @@ class PrecisionConfig(Section):
 class ActivationConfig(Section):
     """Activations between forward and backward, and execution of blocks."""
 
-    activation_checkpointing: bool = setting(
-        True, "Recompute each block's activations in backward instead of keeping them."
+    activation_checkpointing: bool | Auto = setting(
+        AUTO,
+        "Recompute each block's activations in backward instead of keeping them. auto: on GPUs, 0 where they fit.",
+        plain=True,
     )
-    activation_checkpointing_mode: Literal["auto", "full", "selective"] = setting(
-        AUTO, "Kept for backward: a block's input alone; or also attention, reductions and every other product. "
-        "auto: on GPUs, selective where memory allows it.",
+    activation_checkpointing_mode: Literal["auto", "full", "selective", "products"] = setting(
+        AUTO, "Kept for backward: a block's input alone; or also attention, reductions and every other product, or "
+        "every product. auto: on GPUs, the largest that fits.",
         plain="full",
     )  # fmt: skip
-    activation_checkpointing_every: int = setting(1, "Recompute every n-th block only.", minimum=1)
+    activation_checkpointing_every: int | Auto = setting(
+        AUTO, "Recompute every n-th block only. auto: on GPUs, 2 with products where that fits.", minimum=1, plain=1
+    )
     offload_activations: bool = setting(
         False, "Move what backward needs off the device during forward, and back ahead of use."
     )
@@ -343,9 +347,10 @@ class ActivationConfig(Section):
     def problems(self) -> list[str]:
         """Add settings that need another one."""
         found = super().problems()
-        if not self.activation_checkpointing and self.activation_checkpointing_mode == "selective":
+        mode = self.activation_checkpointing_mode
+        if not self.activation_checkpointing and mode in ("selective", "products"):
             found.append(
-                "--activation_checkpointing_mode selective needs --activation_checkpointing 1: set it, or leave it out"
+                f"--activation_checkpointing_mode {mode} needs --activation_checkpointing 1: set it, or leave it out"
             )
         if self.offload_dir is not None and not self.offload_activations:
             found.append("--offload_dir needs --offload_activations 1: set it, or leave the directory out")
@@ -363,6 +368,11 @@ class LossConfig(Section):
         plain=1024,
         minimum=0,
     )  # fmt: skip
+    compile_loss: bool | Auto = setting(
+        AUTO, "Compile what makes losses and gradients of a chunk's logits with torch.compile: fewer passes. auto: on "
+        "GPUs, where Triton and a compiler are there, the vocabulary is not split, and without --deterministic 1.",
+        plain=False,
+    )  # fmt: skip
     z_loss: float = setting(
         0.0, "Factor of the squared log-partition that is added to each token's training loss.", minimum=0
     )
@@ -372,6 +382,8 @@ class LossConfig(Section):
         found = super().problems()
         if self.z_loss and not self.loss_chunk_tokens:
             found.append("--z_loss needs --loss_chunk_tokens above 0: leave that at its default")
+        if self.compile_loss is True and not self.loss_chunk_tokens:
+            found.append("--compile_loss 1 needs --loss_chunk_tokens above 0: leave that at its default")
         return found
 
 

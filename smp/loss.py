@@ -138,6 +138,29 @@ def token_losses_(
     return losses * valid
 
 
+def token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, factors: torch.Tensor | None, z_loss: float, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the token losses ``(tokens,)`` and the gradients of the logits in ``dtype``, if it is given.
+
+    As :func:`token_losses_` of an unsplit vocabulary, without overwriting: for ``torch.compile``, of which it is one
+    reduction and one pass.
+    """
+    log_z = logits.logsumexp(-1)
+    valid = labels != IGNORE_INDEX
+    rows = torch.where(valid, labels, 0)
+    losses = log_z - logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1)
+    if z_loss:
+        losses = losses + z_loss * log_z.square()
+    if dtype is None:
+        return losses * valid, None
+    counted = (valid if factors is None else valid * factors).to(logits.dtype)
+    slope = counted * (1 + 2 * z_loss * log_z) if z_loss else counted
+    at_label = torch.arange(logits.shape[-1], device=logits.device) == rows.unsqueeze(-1)
+    slopes = (logits - log_z.unsqueeze(-1)).exp() * slope.unsqueeze(-1) - at_label * counted.unsqueeze(-1)
+    return losses * valid, slopes.to(dtype)
+
+
 class _SplitCrossEntropy(Function):
     """Sum of :func:`token_losses_` of each rank's columns, for autograd; backward needs no collective."""
 

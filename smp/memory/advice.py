@@ -9,22 +9,17 @@ from typing import Any, NamedTuple
 from smp.axes import AXES
 from smp.config import ActivationConfig, LossConfig, flag_text
 from smp.memory.estimate import peak_bytes
-from smp.memory.shape import ModelShape, Workload
+from smp.memory.shape import RECOMPUTATION, ModelShape, Workload
 from smp.mesh import Mesh
+from smp.optim.config import OptimConfig
 from smp.units import MIB
 
-# Settings by name, those that take least time first.
-RECOMPUTATION: tuple[dict[str, Any], ...] = (
-    {"activation_checkpointing": False},
-    {"activation_checkpointing": True, "activation_checkpointing_mode": "selective"},
-    {"activation_checkpointing": True, "activation_checkpointing_mode": "full"},
-)
 OFFLOADING: dict[str, Any] = {"offload_activations": True}
 # What a search does not vary.
 _OTHERS: tuple[dict[str, Any], ...] = (
-    {"activation_checkpointing_every": 1},
     {"loss_chunk_tokens": 1024},
     {**OFFLOADING, "activation_loading_horizon": 1},
+    {"optimizer_state_dtype": "bf16"},  # of other numbers, so that it is never chosen
     {"cpu_offload": True},
 )
 
@@ -74,9 +69,15 @@ def advice_text(changes: list[Change]) -> str:
 def _alternatives(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterator[tuple[str, Mesh, Workload]]:
     """Yield flags, and the layout and workload that they make."""
     on_cpu = work.device_type == "cpu"
+    optim = work.settings[OptimConfig]
     now = vars(work.settings[ActivationConfig]) | vars(work.settings[LossConfig])
+    now["optimizer_state_dtype"] = optim.moments
+    may_narrow = OptimConfig in map(type, work.settings.sections) and optim.optimizer == "adamw"
+    may_narrow &= optim.beta2 <= 1 - 1 / 256  # as OptimConfig asks
     for settings in (*RECOMPUTATION, *_OTHERS):
         flags = {name: value for name, value in settings.items() if now[name] != value}
+        if "optimizer_state_dtype" in flags and not may_narrow:
+            continue
         if on_cpu and "cpu_offload" in flags:
             continue
         note = " --offload_dir DIRECTORY_ON_FAST_DISK" if on_cpu and "offload_activations" in flags else ""

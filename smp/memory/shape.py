@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,7 +20,32 @@ from smp.models.parameters import EMBEDDING, HEAD, ParameterSpec, ParameterTable
 from smp.models.projection import projection_size
 from smp.models.tensor_plan import TensorPlan
 
-NONE, SELECTIVE, FULL = "none", "selective", "full"  # recomputation
+NONE, PRODUCTS, SELECTIVE, FULL = "none", "products", "selective", "full"  # recomputation
+_ON, _MODE, _EVERY = (f"activation_checkpointing{word}" for word in ("", "_mode", "_every"))
+# Settings by name, those that take least time first; each needs less memory than the one before.
+RECOMPUTATION: tuple[dict[str, Any], ...] = (
+    {_ON: False},
+    {_ON: True, _MODE: PRODUCTS, _EVERY: 2},
+    {_ON: True, _MODE: PRODUCTS, _EVERY: 1},
+    {_ON: True, _MODE: SELECTIVE, _EVERY: 1},
+    {_ON: True, _MODE: FULL, _EVERY: 1},
+)
+
+
+def recomputations(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what of :data:`RECOMPUTATION` is left to be chosen beside what was given, what takes least time first.
+
+    Args:
+        given: by name, of these settings. A mode, or which blocks, is only given to recompute.
+    """
+    found = list[dict[str, Any]]()
+    recomputes = given.get(_ON, _MODE in given or _EVERY in given or None)
+    for each in RECOMPUTATION:
+        known = {name: value for name, value in each.items() if name not in given}
+        fits = given.get(_MODE) in (None, each.get(_MODE)) and recomputes in (None, each[_ON])
+        if fits and known not in found:
+            found.append(known)
+    return found
 
 
 class Trained(NamedTuple):
@@ -182,10 +207,14 @@ class Workload:
 
     @property
     def recomputation(self) -> str:
-        """What backward recomputes of a block: ``none``, ``selective`` or ``full``."""
+        """What backward recomputes of a block: ``none``, or the mode."""
         config = self.settings[ActivationConfig]
-        mode = SELECTIVE if config.activation_checkpointing_mode == SELECTIVE else FULL
-        return mode if config.activation_checkpointing else NONE
+        return config.activation_checkpointing_mode if config.activation_checkpointing else NONE
+
+    @property
+    def every(self) -> int:
+        """The n of "every n-th block", of which backward recomputes."""
+        return cast(int, self.settings[ActivationConfig].activation_checkpointing_every)
 
     def changed(self, **values: Any) -> Workload:
         """Return a copy with other settings of the techniques, by name."""
@@ -213,7 +242,7 @@ def workload(
         accumulation: micro-batches of a step.
         rows_of_sample: sequences of each sample.
     """
-    on_cpu = device_type == "cpu"
+    on_cpu, recomputes = device_type == "cpu", bool(settings[ActivationConfig].activation_checkpointing)
     return Workload(
         sequence_length=model.sequence_length,
         micro_batch_size=batch,
@@ -223,7 +252,7 @@ def workload(
         attention_matrix=model.attn_implementation == "eager",
         forward_only=forward_only,
         checkpoint_copy=is_async and on_cpu and not forward_only,
-        unused_heap=unused_heap(recomputes=settings[ActivationConfig].activation_checkpointing) if on_cpu else 0.0,
+        unused_heap=unused_heap(recomputes=recomputes) if on_cpu else 0.0,
         accumulation=accumulation,
         rows_of_sample=rows_of_sample,
     )

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,17 @@ from torch.utils.checkpoint import (
 from smp.config import ActivationConfig
 from smp.errors import UserError
 from smp.log import get_logger
-from smp.memory.shape import ModelShape, Moment, Workload, block_bytes, splits_tokens
+from smp.memory.shape import (
+    NONE,
+    PRODUCTS,
+    SELECTIVE,
+    ModelShape,
+    Moment,
+    Workload,
+    block_bytes,
+    recomputations,
+    splits_tokens,
+)
 from smp.mesh import Mesh
 from smp.models.experts import is_experts
 from smp.parallel.choices import Choice, Situation
@@ -37,11 +47,12 @@ from smp.parallel.technique import Setup, draws, model_blocks
 Config = ActivationConfig
 logger = get_logger(__name__)
 
-Mode = Literal["full", "selective"]
+Mode = Literal["full", "selective", "products"]
 _MARK, _NO_CACHE = "_smp_block", "_smp_no_cache"
 
 # Operators by name: those of packages are registered when the package is imported.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
+_OF_EXPERTS = {"aten::_grouped_mm"}
 # Of attention, in any namespace: torch's, flash-attn's of both versions and of the kernels hub, flex attention.
 _ATTENTION = {
     "_scaled_dot_product_flash_attention",
@@ -71,27 +82,38 @@ _ROUTING = {"smp::chosen_experts", "smp::sum_for_choice", "smp::exchange_counts"
 
 def choose(situation: Situation) -> Iterator[Choice]:
     """Recompute as little as memory allows."""
-    if situation.settings[Config].activation_checkpointing:
-        fits = situation.fits(activation_checkpointing_mode="selective")
-        reason = "fits into memory" if fits else "selective does not fit into memory"
-        yield Choice("activation_checkpointing_mode", "selective" if fits else "full", reason)
+    auto, config = situation.settings.undecided(), situation.settings[Config]
+    names = ("activation_checkpointing", "activation_checkpointing_mode", "activation_checkpointing_every")
+    given = {name: getattr(config, name) for name in names if name not in auto}
+    if config.offload_activations:  # of a block that is not recomputed nearly everything would be moved
+        given = {names[0]: True, names[2]: 1, **given}
+    tried = recomputations(given)
+    for chosen in tried:
+        if fits := situation.fits(**chosen):
+            break
+    reason = "the first that fits into memory" if fits else "the least memory"
+    yield from (Choice(name, value, reason) for name, value in chosen.items())
 
 
-def _policy(*, attention: bool = True) -> Callable[..., CheckpointPolicy]:
+def _policy(*, attention: bool = True, products: bool = False) -> Callable[..., CheckpointPolicy]:
     """Save attention, reductions over ranks and every other matrix product; recompute the rest.
 
     Args:
         attention: whether that is saved; under context parallelism it is a sum of several results, and recomputed.
+        products: save every one, of experts too.
 
     Source: the per-operation policy of torchtitan, and Korthikanti et al., arXiv:2205.05198.
     """
     # Recomputation decides again, and must come to the forward's decisions: it counts from the start.
-    products = {False: ProductCounter(), True: ProductCounter()}
+    counters = {False: ProductCounter(), True: ProductCounter()}
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operation.name()
         if name in _PRODUCTS:
-            keep = products[context.is_recompute].is_odd()
+            number = counters[context.is_recompute].number()
+            keep = number is not None and (products or number % 2 == 1)
+        elif name in _OF_EXPERTS:
+            keep = products
         else:
             keep = name in _REDUCTIONS | _ROUTING or (attention and name.rpartition("::")[2] in _ATTENTION)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -142,8 +164,8 @@ def _blocks(model: nn.Module | Iterable[nn.Module], check_fn: Callable[[nn.Modul
     return blocks
 
 
-def _selective_contexts(attention: bool) -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_policy(attention=attention))
+def _selective_contexts(attention: bool, products: bool) -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_policy(attention=attention, products=products))
 
 
 def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
@@ -225,8 +247,8 @@ def apply_activation_checkpointing(
         check_fn: tells the model's blocks, as for torch's function of this name:
             ``lambda module: isinstance(module, LlamaDecoderLayer)``.
         mode: ``full`` saves a block's input alone, and of a mixture which experts get which tokens; ``selective`` also
-            the outputs of attention, of reductions over ranks and of every other matrix product. Under context
-            parallelism attention is recomputed, with its collectives.
+            the outputs of attention, of reductions over ranks and of every other matrix product; ``products`` those of
+            every one. Under context parallelism attention is recomputed, with its collectives.
         every: recompute every n-th block only, beginning with the first.
         preserve_rng_state: draw the same random numbers again; False spares the copies of the generators, where
             no random numbers are drawn.
@@ -236,14 +258,17 @@ def apply_activation_checkpointing(
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
     """
-    if mode not in ("full", "selective") or every < 1:
-        raise UserError(f"activation checkpointing takes mode full or selective and every >= 1, got {mode} and {every}")
+    if mode not in get_args(Mode) or every < 1:
+        raise UserError(
+            f"activation checkpointing takes mode {', '.join(get_args(Mode))} and every >= 1, got {mode} and {every}"
+        )
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     blocks = _blocks(model, check_fn)
     if isinstance(model, nn.Module):
         leave_out_cache(model)
-    if mode == "selective":
-        options["context_fn"] = functools.partial(_selective_contexts, not any(map(splits_sequences, blocks)))
+    if mode != "full":
+        attention = not any(map(splits_sequences, blocks))
+        options["context_fn"] = functools.partial(_selective_contexts, attention, mode == "products")
     elif any(is_experts(module) for block in blocks for module in block.modules()):
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_routing)
     for index, block in enumerate(blocks):
@@ -263,7 +288,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
         apply_activation_checkpointing(
             model_blocks(model, setup.family),
             mode=cast(Mode, config.activation_checkpointing_mode),
-            every=config.activation_checkpointing_every,
+            every=cast(int, config.activation_checkpointing_every),
             preserve_rng_state=draws(model, model.config) or any(product_of(m).dropout for m in model.modules()),
         )
 
@@ -273,18 +298,14 @@ def waiting_bytes(shape: ModelShape, mesh: Mesh, work: Workload, *, blocks: int)
     config, block = work.settings[Config], block_bytes(shape, mesh, work)
     per_block = float(block.inside)
     if config.activation_checkpointing:
-        recomputed = _recomputed(shape, config)
+        recomputed = -(-shape.layers // work.every)
         per_block = (recomputed * block.input + (shape.layers - recomputed) * block.inside) / shape.layers
     return int(blocks * per_block)
 
 
-def _recomputed(shape: ModelShape, config: ActivationConfig) -> int:
-    return -(-shape.layers // config.activation_checkpointing_every)
-
-
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count the saved activations, those of the block that is recomputed, and the gradients that pass through it."""
-    config, moment = work.settings[Config], work.moment
+    moment = work.moment
     state = work.tokens(mesh) * shape.hidden * work.compute_bytes
     if moment is Moment.UPDATE:
         return {}
@@ -294,9 +315,9 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         return {"activations": 2 * state + inputs}
     blocks = 1 if moment in (Moment.FIRST_BLOCK, Moment.FIRST_REDUCTION) else shape.layers
     total = inputs + waiting_bytes(shape, mesh, work, blocks=blocks)
-    selective = config.activation_checkpointing and config.activation_checkpointing_mode == "selective"
+    selective = work.recomputation in (PRODUCTS, SELECTIVE)
     if selective:  # these are not offloaded
-        total += -(-blocks // config.activation_checkpointing_every) * _kept_bytes(shape, mesh, work)
+        total += -(-blocks // work.every) * _kept_bytes(shape, mesh, work)
     if moment in (Moment.LAST_BLOCK, Moment.FIRST_BLOCK):
         return {"activations": total + _running_bytes(shape, mesh, work, selective=selective)}
     # The loss's input and the final norm's, which is in fp32, and their gradients.
@@ -307,27 +328,31 @@ def _running_bytes(shape: ModelShape, mesh: Mesh, work: Workload, *, selective: 
     """Count what the block in backward holds: what it has recomputed, and the gradients that pass through its MLP.
 
     Measured: four widths of the MLP and of the hidden states where nothing is recomputed, two of the MLP where all is.
-    With ``selective``, what is recomputed leaves out what was kept, which makes up for them.
+    With ``selective`` or ``products``, what is recomputed leaves out what was kept, which makes up for them.
     """
     inner = work.tokens(mesh) * shape.intermediate * work.compute_bytes // mesh.tp.size
-    if not work.settings[Config].activation_checkpointing:
+    if work.recomputation == NONE:
         return 4 * (inner + work.tokens(mesh) * shape.hidden * work.compute_bytes)
     return block_bytes(shape, mesh, work).inside + (0 if selective else 2 * inner)
 
 
 def _kept_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
-    """Count what ``selective`` keeps of a block besides its input.
+    """Count what ``selective``, or ``products``, keeps of a block besides its input.
 
     Of the products query, value and the first of the MLP's, of which a gated one has another; or query, key and value
-    in one. Attention's output and, per head and token, the logarithm of its sum in fp32. Under tensor parallelism two
-    sums over the ranks. Under context parallelism not attention's. Of experts that are split, what is sent to them and
-    what comes back.
+    in one; and its last. Or all of them, of experts half of what these save. Attention's output and, per head and
+    token, the logarithm of its sum in fp32. Under tensor parallelism two sums over the ranks. Under context parallelism
+    not attention's. Of experts that are split, what is sent to them and what comes back.
     """
     tp = mesh.tp.size
     key_value = shape.key_value // (2 * shape.hidden) or shape.hidden
     products = shape.hidden + key_value + shape.intermediate + shape.hidden
+    routed = 0
+    if work.recomputation == PRODUCTS:
+        products += shape.hidden + key_value + (shape.intermediate if shape.gated_mlp else 0)
+        routed = int(work.imbalance * shape.routed) // 2 * work.compute_bytes
     attention = 0 if mesh.cp.size > 1 else shape.hidden * work.compute_bytes + 4 * shape.heads
     split = products * work.compute_bytes + attention
     reduced = 2 * shape.hidden // (tp if splits_tokens(mesh, work) else 1) * work.compute_bytes if tp > 1 else 0
     sent = int((work.imbalance + 1) * shape.sent) * work.compute_bytes if mesh.degree("ep") > 1 else 0
-    return work.tokens(mesh) * (split // tp + reduced + sent // (tp if splits_tokens(mesh, work) else 1))
+    return work.tokens(mesh) * (split // tp + reduced + (sent + routed) // (tp if splits_tokens(mesh, work) else 1))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 
-from smp.parallel.linear import Product
+from smp.parallel.linear import Product, by_token
 from smp.parallel.random_numbers import draw_seed, seeded
 
 
@@ -26,6 +27,8 @@ class Adapter(Product):
         self.scale, self.dropout = scale, dropout
         self.left_out = False
         self._seed: int | None = None
+        # The latest gradient of an output, and its product with B.
+        self._latest: tuple[Callable[[], torch.Tensor | None], torch.Tensor] | None = None
 
     def drawn(self, part: int) -> Adapter:
         """Return the product with the seed of a mask, which is made of it in forward and again in backward."""
@@ -52,7 +55,11 @@ class Adapter(Product):
         """Add the factors' product."""
         a, b = own
         found = super().forward(x, weight, bias, product=product)
-        return found if self.left_out else found + (self._input(x) @ a.T @ b.T) * self.scale
+        if self.left_out:
+            return found
+        # One pass over the output. Not in place: recomputation may keep the weight's product.
+        low = by_token(self._input(x)) @ a.T
+        return torch.addmm(by_token(found), low, b.T, alpha=self.scale).view(found.shape)
 
     def input_gradient(
         self, gradient: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, into: torch.Tensor | None = None,
@@ -61,10 +68,19 @@ class Adapter(Product):
         """Add what comes through the factors."""
         a, b = own
         found = super().input_gradient(gradient, weight, into=into, product=product)
+        low = self._low(gradient, b)
         if self._seed is None:
-            return found.addmm_(gradient @ b, a, alpha=self.scale)
-        through = gradient @ b @ a
+            return found.addmm_(low, a, alpha=self.scale)
+        through = low @ a
         return found.add_(through.mul_(self._kept(through)), alpha=self.scale)
+
+    def _low(self, gradient: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the input's product with A, unscaled; both gradients of a layer ask for it."""
+        if torch.compiler.is_compiling():  # which finds what is computed twice
+            return gradient @ b
+        if self._latest is None or self._latest[0]() is not gradient:
+            self._latest = weakref.ref(gradient), gradient @ b
+        return self._latest[1]
 
     def parameter_gradients(
         self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, needs: Sequence[bool]
@@ -74,7 +90,7 @@ class Adapter(Product):
         of_weight, x = super().parameter_gradients(gradient, x, weight, needs=needs), self._input(x)
         return [
             *of_weight,
-            (gradient @ b).T @ x * self.scale if needs[1] else None,
+            self._low(gradient, b).T @ x * self.scale if needs[1] else None,
             gradient.T @ (x @ a.T) * self.scale if needs[2] else None,
         ]
 

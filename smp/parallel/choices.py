@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from smp.config import Settings, flag_text
@@ -15,7 +18,9 @@ from smp.mesh import Mesh, lay_out
 # Settings whose choice was shown to be right and faster, or smaller, each with the result that shows it, of
 # benchmarks/results/gpu/2026-11-28-h200.md. The others keep their plain value.
 GPU_DEFAULTS: dict[str, str] = {
+    "activation_checkpointing": "the same bits",
     "activation_checkpointing_mode": "the bits of full; a step of 4 blocks in 0.94 of the time, with equal memory",
+    "activation_checkpointing_every": "the same bits",
     "attn_implementation": "documents in 0.79 of the time of a mask, losses within 2e-5; one document as before",
     "compile": "compiled, selective: 0.90 of eager's time, losses within 8.2e-5; in fp32, with all of these, 1e-6",
     "expandable_segments": "the same bits; 6 blocks: 43.2 GiB reserved, not 44.8, in the same time",
@@ -93,6 +98,16 @@ def agree_on_choices(settings: Settings, mine: list[Choice]) -> list[Choice]:
         reasons = "" if other is None else f"rank 0: {found[0].reason}; rank {other}: {found[other].reason}"
         agreed.append(Choice(name, plain[name], reasons) if reasons else found[dist.get_rank()])
     return agreed
+
+
+def missing_tools() -> str:
+    """Return which of the compilers that ``torch.compile`` needs on a GPU are not found, or nothing."""
+    missing = []
+    if torch.version.cuda or torch.version.hip:  # else the job is planned for another machine
+        missing = [] if importlib.util.find_spec("triton") else ["triton"]
+        if shutil.which("cc") is None and shutil.which("gcc") is None:
+            missing.append("a C compiler")
+    return f"{' and '.join(missing)} not found" if missing else ""
 
 
 def _unshown(choice: Choice, plain: Any) -> Choice:

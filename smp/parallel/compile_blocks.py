@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -20,7 +18,7 @@ from smp.models.attention_support import random_rates
 from smp.models.experts import expert_modules
 from smp.models.meta_model import meta_model
 from smp.parallel import lora
-from smp.parallel.choices import Choice, Situation
+from smp.parallel.choices import Choice, Situation, missing_tools
 from smp.parallel.documents import COMPILED
 from smp.parallel.technique import Setup, model_blocks
 
@@ -41,11 +39,7 @@ _NOT_OF_EXPERTS = "blocks with experts cannot be compiled: how many tokens an ex
 
 def choose(situation: Situation) -> Iterator[Choice]:
     """Compile where Triton and a compiler are installed, and blocks draw nothing, are not split and have no experts."""
-    missing = []
-    if torch.version.cuda or torch.version.hip:  # else the job is planned for another machine
-        missing = [] if importlib.util.find_spec("triton") else ["triton"]
-        if shutil.which("cc") is None and shutil.which("gcc") is None:
-            missing.append("a C compiler")
+    missing = missing_tools()
     drawing = "--lora_dropout" if lora.has_dropout(situation.settings) else ", ".join(random_rates(situation.hf_config))
     why = ""
     if drawing:
@@ -55,7 +49,7 @@ def choose(situation: Situation) -> Iterator[Choice]:
     elif _has_experts(situation.hf_config):
         why = _NOT_OF_EXPERTS
     elif missing:
-        why = f"{' and '.join(missing)} not found"
+        why = missing
     yield Choice("compile", not why, why or "with Triton and a C compiler")
 
 

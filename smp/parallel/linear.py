@@ -146,10 +146,10 @@ class ProductCounter:
         self._count = 0
         self._latest: tuple[Any, Any] | None = None
 
-    def is_odd(self) -> bool:
-        """Count the operator that multiplies now, and return whether it is the first, the third, ... product.
+    def number(self) -> int | None:
+        """Count the operator that multiplies now, and return the number of its product, from 1.
 
-        What another product multiplies besides the weight, as an adapter does, is not counted: False.
+        What another product multiplies besides the weight, as an adapter does, is not counted: None.
         """
         meta = get_current_meta()
         if _TRACED in (custom := meta.get("custom") or {}):
@@ -158,9 +158,9 @@ class ProductCounter:
             # The latest is enough: all that one product multiplies comes before the next.
             seen, self._latest = custom[_TRACED] is None or product == self._latest, product
             if seen:
-                return False
+                return None
         self._count += 1
-        return bool(self._count % 2)
+        return self._count
 
 
 def replace_product(module: nn.Linear, product: Product) -> None:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 
-from smp.errors import UserError
+from smp.errors import RunError, UserError, first_line
 from smp.log import get_logger
-from smp.loss import IGNORE_INDEX, check_ids, token_losses_
+from smp.loss import IGNORE_INDEX, check_ids, token_losses, token_losses_
 from smp.models.family import LogitTransform
 from smp.parallel.targets import Targets, targets_of
 
@@ -57,6 +57,7 @@ class _How(NamedTuple):
     z_loss: float
     transform: LogitTransform
     indices: torch.Tensor | None = None  # of rows that are multiplied with in place of the weight's, (rows,)
+    compiled: bool = False
 
 
 class _Sequences(NamedTuple):
@@ -94,13 +95,16 @@ def _pass(
         if rows is not None:
             logits[:, how.indices] = _logits(tokens[here], rows, None if bias is None else bias[how.indices], exact)
         below_cap = _transform_(logits, how.transform, slope=any(needs))
-        slopes = None
-        if any(needs):
-            slopes = torch.empty_like(logits, dtype=tokens.dtype) if _converts(logits, tokens.dtype) else logits
-        losses = token_losses_(
-            logits, labels[here], first=first, group=group, z_loss=how.z_loss, slopes=slopes,
-            factors=None if factors is None else factors[here],
-        )  # fmt: skip
+        slopes, of_loss = None, None if factors is None else factors[here]
+        if how.compiled and group is None:
+            dtype = tokens.dtype if any(needs) else None
+            losses, slopes = _compiled()(logits, labels[here], of_loss, how.z_loss, dtype)
+        else:
+            if any(needs):
+                slopes = torch.empty_like(logits, dtype=tokens.dtype) if _converts(logits, tokens.dtype) else logits
+            losses = token_losses_(
+                logits, labels[here], first=first, group=group, z_loss=how.z_loss, slopes=slopes, factors=of_loss
+            )
         if sequences is None:
             loss += losses.sum()
         else:
@@ -124,6 +128,25 @@ def _pass(
                 _add_product(into_weight, slopes, tokens[here])
         del logits, slopes, below_cap, losses  # before the next chunk's are made
     return loss, (into_tokens, into_weight, into_bias, into_rows)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    """Return :func:`token_losses` compiled, once for all models: of any number of tokens."""
+    compiled = torch.compile(token_losses, fullgraph=True)
+
+    @functools.wraps(token_losses)
+    def called(logits: torch.Tensor, *args: Any) -> Any:
+        torch._dynamo.maybe_mark_dynamic(logits, 0)
+        try:
+            return compiled(logits, *args)
+        except exc.BackendCompilerFailed as error:
+            cause = first_line(getattr(error, "inner_exception", error))
+            raise RunError(f"torch.compile cannot compile the loss: {cause}; leave --compile_loss out") from error
+
+    from torch._dynamo import exc  # imported late: it takes seconds
+
+    return called
 
 
 class _LinearLoss(Function):
@@ -258,6 +281,7 @@ def linear_cross_entropy(
     vocabulary: int | None = None,
     logits: LogitTransform = LogitTransform(),  # noqa: B008 # frozen
     rows: tuple[torch.Tensor, torch.Tensor] | None = None,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Return the sum of the token losses of a causal language model, from its last hidden states; see the module.
 
@@ -273,6 +297,7 @@ def linear_cross_entropy(
         vocabulary: number of rows of the unsplit head, under ``split``.
         logits: what makes them of the head's outputs, computed in at least fp32.
         rows: indices into ``weight`` ``(rows,)``, and what is multiplied with in place of its rows, ``(rows, hidden)``.
+        compiled: compile what makes losses and gradients of logits, where the vocabulary is not split.
 
     Returns:
         0-d tensor in at least fp32; it can be differentiated once. Divide by the number of valid tokens. Of
@@ -289,7 +314,7 @@ def linear_cross_entropy(
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
         rows = None if rows is None else (rows[0], rows[1].detach())
     indices, values = rows or (None, None)
-    how = _How(chunk_tokens, split, z_loss, logits, indices)
+    how = _How(chunk_tokens, split, z_loss, logits, indices, compiled)
     return _LinearLoss.apply(hidden, weight, bias, values, *targets, how)
 
 

@@ -37,7 +37,7 @@ from smp.parallel.adapter_files import GivenAdapter, base_of, config_text, names
 from smp.parallel.linear import is_transposed, product_of, replace_product
 from smp.parallel.lora_config import Config
 from smp.parallel.refusals import require_model
-from smp.parallel.sharding import gathered_blocks
+from smp.parallel.sharding_cost import gathered_blocks
 from smp.parallel.technique import Parameters, Setup
 from smp.parallel.token_rows import all_rows
 

@@ -18,7 +18,7 @@ from smp.mesh import Mesh
 from smp.models.family import LogitTransform
 from smp.models.logits import find_logits
 from smp.models.registry import build_model
-from smp.parallel.choices import Choice, Situation
+from smp.parallel.choices import Choice, Situation, missing_tools
 from smp.parallel.linear import PLAIN, product_of
 from smp.parallel.linear_loss import CHUNK_TOKENS, HEAD_ROWS, SplitHead, check_chunk, linear_cross_entropy
 from smp.parallel.microbatch import Microbatch, to_device
@@ -39,13 +39,15 @@ class ChunkedHead:
     Args:
         model: of Hugging Face; :meth:`forward` replaces its forward.
         path: of the head, whose forward :meth:`project` replaces.
-        chunk_tokens, z_loss: as for :func:`linear_cross_entropy`.
+        chunk_tokens, z_loss, compiled: as for :func:`linear_cross_entropy`.
         logits: what the model makes of its head's outputs.
     """
 
-    def __init__(self, model: nn.Module, path: str, *, chunk_tokens: int, z_loss: float, logits: LogitTransform):
+    def __init__(
+        self, model: nn.Module, path: str, *, chunk_tokens: int, z_loss: float, logits: LogitTransform, compiled: bool
+    ):
         self._model, self._path, self._layer = model, path, model.get_submodule(path)
-        self._chunk_tokens, self._z_loss, self._logits = chunk_tokens, z_loss, logits
+        self._chunk_tokens, self._z_loss, self._logits, self._compiled = chunk_tokens, z_loss, logits, compiled
         self._split: SplitHead | None = getattr(model, SPLIT_HEAD, None)
         self._model_forward, self._layer_forward = model.forward, self._layer.forward
         self._targets: Targets | None = None  # of a forward with labels, while it runs
@@ -70,6 +72,7 @@ class ChunkedHead:
             chunk_tokens=self._chunk_tokens, split=self._split,
             z_loss=self._z_loss if self._model.training and targets.of_token is None else 0.0,
             vocabulary=layer.weight.shape[0], logits=self._logits, rows=None if rows is None else rows.columns(),
+            compiled=self._compiled,
         )  # fmt: skip
 
     def forward(
@@ -129,6 +132,7 @@ def chunk_loss(
     chunk_tokens: int = CHUNK_TOKENS,
     z_loss: float = 0.0,
     logits: LogitTransform | None = None,
+    compiled: bool = False,
 ) -> nn.Module:
     """Let a Hugging Face causal language model compute its loss in chunks whenever it is given labels, in place.
 
@@ -139,7 +143,7 @@ def chunk_loss(
         model: its forward calls the head once, on hidden states ``(batch, sequence, hidden)``; after
             :func:`smp.transform`, if that is used.
         head: path of the output projection, an ``nn.Linear``.
-        chunk_tokens, z_loss: as for :func:`linear_cross_entropy`.
+        chunk_tokens, z_loss, compiled: as for :func:`linear_cross_entropy`.
         logits: what the model makes of its head's outputs; None: it is found (:func:`smp.models.logits.find_logits`).
 
     Raises:
@@ -150,7 +154,7 @@ def chunk_loss(
     projection = model.get_submodule(head)
     if logits is None:
         logits = find_logits(model.get_submodule(head.rpartition(".")[0]), projection)
-    chunked = ChunkedHead(model, head, chunk_tokens=chunk_tokens, z_loss=z_loss, logits=logits)
+    chunked = ChunkedHead(model, head, chunk_tokens=chunk_tokens, z_loss=z_loss, logits=logits, compiled=compiled)
     projection.forward = chunked.project  # type: ignore[method-assign,assignment]
     model.forward = chunked.forward  # type: ignore[method-assign]
     setattr(model, _MARK, True)
@@ -189,15 +193,27 @@ def model_loss_sum(
 
 def choose(situation: Situation) -> Iterator[Choice]:
     """Take larger chunks on a GPU where they fit: fewer passes over the gradient of the head."""
-    large = 4 * CHUNK_TOKENS
-    if situation.fits(loss_chunk_tokens=large):
-        yield Choice("loss_chunk_tokens", large, "fewer passes over the gradient of the head, and it fits")
+    sizes = [factor * CHUNK_TOKENS for factor in (8, 4)]
+    reason = "fewer passes over the gradient of the head, and it fits"
+    for size in sizes:
+        if situation.fits(loss_chunk_tokens=size):
+            yield Choice("loss_chunk_tokens", size, reason)
+            break
     else:
-        yield Choice("loss_chunk_tokens", CHUNK_TOKENS, f"{large} do not fit")
+        yield Choice("loss_chunk_tokens", CHUNK_TOKENS, f"{sizes[-1]} do not fit")
+    why = missing_tools()
+    if situation.mesh.tp.size > 1:
+        why = "the vocabulary is split"
+    elif torch.are_deterministic_algorithms_enabled():  # what a compiler makes may differ between two machines
+        why = "--deterministic 1"
+    yield Choice("compile_loss", not why, why or "one pass over the logits")
 
 
 def problems(hf_config: Any, setup: Setup) -> list[str]:
-    """Say that it is not known what the model makes of its head's outputs."""
+    """Say that a split vocabulary is not compiled, or what the model makes of its head's outputs is not known."""
+    if setup.settings[Config].compile_loss is True and setup.mesh.tp.size > 1:
+        return ["--compile_loss 1 compiles no collectives, which the loss of a vocabulary split over "
+                "--tensor_parallel_degree ranks has: leave it out"]  # fmt: skip
     if not setup.settings[Config].loss_chunk_tokens or setup.family.logits is not None:
         return []
     with torch.device("meta"):
@@ -213,7 +229,10 @@ def apply(model: nn.Module, setup: Setup) -> None:
     """Let the model compute its loss in chunks."""
     config = setup.settings[Config]
     if chunk := cast(int, config.loss_chunk_tokens):
-        chunk_loss(model, head=setup.family.head, chunk_tokens=chunk, z_loss=config.z_loss, logits=setup.family.logits)
+        chunk_loss(
+            model, head=setup.family.head, chunk_tokens=chunk, z_loss=config.z_loss, logits=setup.family.logits,
+            compiled=config.compile_loss is True,
+        )  # fmt: skip
 
 
 def own_part(microbatch: Microbatch, setup: Setup) -> Microbatch:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from smp.axes import AXES
 from smp.config import ActivationConfig, ParallelConfig
 from smp.memory.estimate import peak_bytes
-from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Workload
+from smp.memory.shape import FULL, NONE, PRODUCTS, SELECTIVE, ModelShape, Workload
 from smp.mesh import Mesh
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import gathered_bytes, moved_bytes, product_flops
@@ -44,11 +44,11 @@ HOST_MEMORY = 80e9  # bytes/s of a device's share of its host: an H200 with 16 c
 # Operations of an eager block, forward and backward, as the host issues them; those of selective recomputation pass two
 # dispatch modes, taken as twice the time. Counted on Llama: 34 forward, 67 backward.
 FORWARD_OPERATIONS = 34
-OPERATIONS = {NONE: 101, SELECTIVE: 270, FULL: 135}
+OPERATIONS = {NONE: 101, PRODUCTS: 270, SELECTIVE: 270, FULL: 135}
 
 
 class _Block(NamedTuple):
-    """Seconds of one block's kernels; ``again``: those of attention that selective recomputation repeats."""
+    """Seconds of one block's kernels; ``again``: those of attention that is recomputed though products are kept."""
 
     products: float
     attention_forward: float
@@ -61,9 +61,10 @@ class _Block(NamedTuple):
     def forward(self) -> float:
         return self.products + self.attention_forward + self.moved
 
-    def backward(self, recompute: str) -> float:
-        again = {NONE: 0.0, SELECTIVE: self.products / 2 + self.moved + self.again, FULL: self.forward}[recompute]
-        return self.gradients * self.products + self.attention_backward + 2 * self.moved + again
+    def backward(self, recompute: str, every: int) -> float:
+        kept = self.moved + self.again
+        again = {NONE: 0.0, PRODUCTS: kept, SELECTIVE: self.products / 2 + kept, FULL: self.forward}[recompute]
+        return self.gradients * self.products + self.attention_backward + 2 * self.moved + again / every
 
 
 def _block_weights(shape: ModelShape) -> int:
@@ -212,12 +213,13 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     ends += links.send("reduce_scatter", REDUCE_BYTES * outside, "dp_shard", work.accumulation)
     replicas = links.send("all_reduce", REDUCE_BYTES * own, "dp_replicate", 1)
     moved, update = moved_bytes(shape.specs, optim), _matrices(shape, mesh, optim, links, row)
-    forward, backward = block.forward, block.backward(recompute)
+    forward, backward = block.forward, block.backward(recompute, work.every)
     again = preference.dpo + more  # forward passes of the head alone: backward of pairs makes the logits again
     head = (2 * again + (6 if outside else 4)) * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
     head += (1 + again / 2) * tokens * shape.vocabulary / tp * LOGIT_BYTES / memory
     compute = work.accumulation * (shape.layers * ((1 + more) * forward + backward) + head)
-    issued = row.host_us * 1e-6 * (OPERATIONS[recompute] + more * FORWARD_OPERATIONS) * blocks
+    operations = OPERATIONS[NONE] + (OPERATIONS[recompute] - OPERATIONS[NONE]) / work.every + more * FORWARD_OPERATIONS
+    issued = row.host_us * 1e-6 * operations * blocks
     offloaded = 0
     if activation.offload_activations and (waiting := max(0, shape.layers - activation.activation_loading_horizon)):
         offloaded = waiting_bytes(shape, mesh, work, blocks=waiting) * work.accumulation

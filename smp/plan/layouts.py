@@ -12,8 +12,8 @@ import torch
 
 from smp.axes import AXES, divisors, fit_together, folds, split_degrees
 from smp.config import AUTO, ActivationConfig, ParallelConfig
-from smp.memory.advice import OFFLOADING, RECOMPUTATION
-from smp.memory.shape import Workload, workload
+from smp.memory.advice import OFFLOADING
+from smp.memory.shape import NONE, RECOMPUTATION, Workload, recomputations, workload
 from smp.mesh import Mesh, lay_out, resolve_mesh, sharding_choices
 from smp.models.experts import expert_layers
 from smp.models.family import tensor_parallel_problems
@@ -180,16 +180,15 @@ def _accumulation(settings: Mapping[str, Any], mesh: Mesh, batch: int, *, chosen
 
 def _savings(settings: Mapping[str, Any], given: frozenset[str], device_type: str) -> Iterator[dict[str, Any]]:
     """Yield recomputation and offloading, what takes least time first."""
-    recomputing = [{name: value for name, value in each.items() if value != settings[name]} for each in RECOMPUTATION]
-    if "activation_checkpointing_mode" in given or not settings["activation_checkpointing"]:
-        recomputing = [{}]
-    elif given & {"activation_checkpointing", "activation_checkpointing_every"}:
-        recomputing = recomputing[1:]
+    known = {name: settings[name] for name in RECOMPUTATION[-1] if name in given or settings[name] != AUTO}
+    # Of what was given as auto nothing is searched: the job chooses it.
+    recomputing = [dict[str, Any]()] if AUTO in known.values() else recomputations(known)
     yield from recomputing
-    # On a CPU it takes a directory. Without recomputation it moves nearly everything.
-    if "offload_activations" not in given and device_type != "cpu" and settings["activation_checkpointing"]:
+    # On a CPU it takes a directory. Of blocks that are not recomputed it moves nearly everything.
+    if "offload_activations" not in given and device_type != "cpu":
         for chosen in recomputing:
-            if chosen.get("activation_checkpointing", True):
+            how = {**known, **chosen}
+            if how.get("activation_checkpointing", True) and how.get("activation_checkpointing_every", 1) == 1:
                 yield {**chosen, **OFFLOADING}
 
 
@@ -201,12 +200,12 @@ def differences(layout: Layout, other: Layout) -> tuple[tuple[str, str], ...]:
 
 def parts(layout: Layout) -> dict[str, str]:
     """Return the parts of a layout by kind, in words."""
-    config = layout.work.settings[ActivationConfig]
-    kept = config.activation_checkpointing_mode if config.activation_checkpointing else "none"
+    config, kept = layout.work.settings[ActivationConfig], layout.work.recomputation
+    some = kept != NONE and layout.work.every > 1
     return {
         "shard": f"shard {layout.mesh.shard.size}",
         **{axis.name: f"{axis.name} {layout.mesh.degree(axis.name)}" for axis in reversed(AXES)},
         "batch": f"batch {layout.work.micro_batch_size}",
-        "recomputation": f"recompute {kept}",
+        "recomputation": f"recompute {kept}" + (f" of 1 in {layout.work.every} blocks" if some else ""),
         "offloading": "offloaded" if config.offload_activations else "not offloaded",
     }

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -126,7 +126,7 @@ class _Rank:
         config, model = self.job.settings[ActivationConfig], self.job.model.hf_config
         types = getattr(model, "layer_types", None) or [""]
         own = next(p for p in range(1, len(types) + 1) if all(a == b for a, b in zip(types, types[p:], strict=False)))
-        every = config.activation_checkpointing_every if config.activation_checkpointing else 1
+        every = cast(int, config.activation_checkpointing_every) if config.activation_checkpointing else 1
         period = math.lcm(own, every)
         margin = _MARGIN + (config.activation_loading_horizon if config.offload_activations else 0)
         margin += self.job.mesh.cp.size > 1  # the first block makes what the attention of all asks for
@@ -144,7 +144,7 @@ class _Rank:
             expandable = self.job.settings[AllocatorConfig].expandable_segments is True
             reserved: int | None = reserved_bytes(step, expandable=expandable)
         else:
-            unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
+            unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing is True)
             heap = int(unused * (found.peak.total - trace.shared))  # what is shared is mapped, and no heap's
             reserved = None
         return RankMemory(

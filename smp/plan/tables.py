@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from smp.axes import AXES
 from smp.config import flag_text
+from smp.memory.shape import NONE
 from smp.plan.cost import Cost
 from smp.plan.layouts import Layout, differences, parts
 from smp.plan.records import FITS, FLUSH, LayoutPlan, RankMemory
@@ -121,6 +122,11 @@ def title_of(layout: Layout) -> str:
     )
 
 
+def _kept(layout: Layout) -> str:
+    recomputed = layout.work.recomputation
+    return recomputed if recomputed == NONE or layout.work.every == 1 else f"{recomputed}/{layout.work.every}"
+
+
 def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[str]:
     """Yield the fastest layouts that fit, with their flags, and why others do not.
 
@@ -142,7 +148,7 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         degrees = [str(layout.mesh.degree(name)) for name in ("dp_shard", *(axis.name for axis in axes))]
         cells = (
             f"{layout.work.micro_batch_size} x {layout.work.accumulation}",
-            words["recomputation"].split()[-1] + offloaded, seconds(step.seconds), rate,
+            _kept(layout) + offloaded, seconds(step.seconds), rate,
             gib(memory.allocated), reserved,
         )  # fmt: skip
         yield _row(str(number), degrees, cells)

@@ -70,7 +70,7 @@ _ON_RESUME = {
         forward_prefetch backward_fetch_policy auto_wrap_policy defer_gradient_sync reshard_between_microbatches
         shared_buffers fsdp_cache_flush_warnings limit_all_gathers use_orig_params activation_checkpointing
         activation_checkpointing_mode activation_checkpointing_every offload_activations activation_loading_horizon
-        offload_dir cpu_offload compile clean_cache patch_neox_rope loss_chunk_tokens save_merged_model
+        offload_dir cpu_offload compile compile_loss clean_cache patch_neox_rope loss_chunk_tokens save_merged_model
         distributed_backend distributed_timeout watchdog_timeout expandable_segments
     """,
 }

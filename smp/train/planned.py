@@ -59,6 +59,7 @@ def dry_run(job: CheckedJob) -> None:
         reason = "nothing to choose here" if available is not None else "chosen on the GPUs"
         off = {
             "activation_checkpointing_mode": not job.config.activation.activation_checkpointing,
+            "activation_checkpointing_every": not job.config.activation.activation_checkpointing,
             "tp_overlap": job.mesh.tp.size == 1,
             "cp_comm_type": job.mesh.cp.size == 1,
         }

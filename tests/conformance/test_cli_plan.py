@@ -99,7 +99,7 @@ def test_the_fastest_that_fit_come_with_flags_to_copy(planner, call):
     assert status == 0 and "the fastest that fit" in out
     flags = re.findall(r"^    (--tensor_parallel_degree .*)$", out.replace("\\\n    ", ""), re.M)
     assert len(flags) == 3 and all("--train_batch_size" in line for line in flags)
-    assert "--activation_checkpointing" not in "".join(flags)  # it was given
+    assert "--activation_checkpointing_mode" not in "".join(flags)  # it was given
     assert check_arguments([*map(str, LLAMA), *flags[0].split()], pathlib.Path.cwd())
     assert len(planner.asked) <= 12
     assert call(*TINY, "--top", 1, "--exact", 1)[1].count("--tensor_parallel_degree") == 1

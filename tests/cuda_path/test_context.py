@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cuda_path.reports import BLOCKS, DOCUMENTS, LLAMA, MISTRAL, by_file, report
-from tests.cuda_path.test_step import SYNCS, steady
+from tests.cuda_path.test_step import FULL, SYNCS, steady
 
 pytestmark = pytest.mark.full
 TP = ("--tensor_parallel_degree", "2")
@@ -54,12 +54,12 @@ def expected(ranks, exchange, again):
         (4, KEPT, "p2p"),
         *(
             pytest.param(ranks, flags, exchange, marks=pytest.mark.slow)
-            for ranks, flags, exchange in ((4, KEPT, "all_gather"), (2, (), "p2p"), (2, (), "all_to_all"))
+            for ranks, flags, exchange in ((4, KEPT, "all_gather"), (2, FULL, "p2p"), (2, FULL, "all_to_all"))
         ),
     ],
 )
 def test_exchanges_of_a_block(exchange, ranks, flags):
-    step, again = step_of(ranks, exchange, *flags), int(not flags)
+    step, again = step_of(ranks, exchange, *flags), int(flags == FULL)
     assert exchanges(step) == expected(ranks, exchange, again)
     # In a ring the first rank's second part sees the first whole, and both of every other rank; else all keys are here.
     once = 2 * ranks if exchange == "p2p" else 1
@@ -72,13 +72,13 @@ def test_exchanges_of_a_block(exchange, ranks, flags):
     "exchange", ["p2p", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all_gather", "all_to_all"))]
 )
 def test_documents_and_tensor_parallelism(exchange):
-    step = step_of(2, exchange, *DOCUMENTS, *TP, "--gradient_accumulation_steps", "2")
+    step = step_of(2, exchange, *DOCUMENTS, *TP, *FULL, "--gradient_accumulation_steps", "2")
     twice = {what: 2 * count for what, count in expected(2, exchange, 1).items()}
     assert exchanges(step) == twice
 
 
 def test_windows():
-    flags = ("--context_parallel_degree", "2", "--cp_comm_type", "all_gather")
+    flags = ("--context_parallel_degree", "2", "--cp_comm_type", "all_gather", *FULL)
     step = steady(report(*MISTRAL, *flags))
     assert by_file(step["syncs"]) == SYNCS
     assert exchanges(step) == expected(2, "all_gather", 1)

@@ -74,7 +74,7 @@ def test_blocks_of_a_model():
 
 def test_bad_modes():
     for options in ({"mode": "some"}, {"every": 0}):
-        with pytest.raises(UserError, match="takes mode full or selective and every >= 1"):
+        with pytest.raises(UserError, match="takes mode full, selective, products and every >= 1"):
             apply_activation_checkpointing([], **options)
 
 
@@ -165,14 +165,15 @@ def _kept(operation) -> bool:
     return _policy()(SelectiveCheckpointContext(is_recompute=False), operation) is CheckpointPolicy.MUST_SAVE
 
 
+@pytest.mark.parametrize("mode", ["selective", "products"])
 @pytest.mark.parametrize("name", ["llama_gqa", "llama_tied", "gpt_neox"])
-def test_what_selective_keeps_is_predicted(name, monkeypatch):
+def test_what_is_kept_is_predicted(name, mode, monkeypatch):
     contexts = []
     made = activation_checkpoint._selective_contexts
     noted = lambda *given: contexts.append(made(*given)) or contexts[-1]  # noqa: E731
     monkeypatch.setattr(activation_checkpoint, "_selective_contexts", noted)
     model = build_reference(name, torch.float32)
-    apply_activation_checkpointing(blocks_of(model), mode="selective")
+    apply_activation_checkpointing(blocks_of(model), mode=mode)
     ids, _ = global_batch(0)
     loss = model(input_ids=ids, use_cache=False).logits.sum()
     storage = contexts[0][0].storage
@@ -180,8 +181,9 @@ def test_what_selective_keeps_is_predicted(name, monkeypatch):
     values = [leaf.val for leaf in leaves if isinstance(getattr(leaf, "val", None), torch.Tensor)]
     found = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
     resolved = SimpleNamespace(family=family_of(model.config), hf_config=model.config, attn_implementation="sdpa")
+    settings = Settings((ActivationConfig(activation_checkpointing_mode=mode),))
     predicted = activation_checkpoint._kept_bytes(
-        model_shape(resolved), lay_out(1, 1, 1), Workload(ids.shape[1], len(ids), 4)
+        model_shape(resolved), lay_out(1, 1, 1), Workload(ids.shape[1], len(ids), 4, settings)
     )
     assert predicted == sum(found.values())
     del loss
@@ -194,13 +196,25 @@ class Situated(NamedTuple):
 
 def test_the_mode_is_chosen_by_memory():
     def chosen(fits, **values):
-        situation = Situated(Settings((ActivationConfig(**values),)), lambda **values: values == fits)
-        return [choice[:2] for choice in activation_checkpoint.choose(situation)]
+        """Return the choices where the ``fits``-th of what is tried is the first that fits."""
+        tried = []
+        situation = Situated(
+            Settings((ActivationConfig(**values),)), lambda **each: bool(tried.append(each)) or len(tried) > fits
+        )
+        found = {name: value for name, value, _ in activation_checkpoint.choose(situation)}
+        assert found == tried[-1]
+        return found
 
-    mode = "activation_checkpointing_mode"
-    assert chosen({mode: "selective"}) == [(mode, "selective")]
-    assert chosen({}) == [(mode, "full")]
-    assert chosen({}, activation_checkpointing=False) == []
+    on, mode, every = (f"activation_checkpointing{word}" for word in ("", "_mode", "_every"))
+    ladder = [(False,), (True, "products", 2), (True, "products", 1), (True, "selective", 1), (True, "full", 1)]
+    for fits, values in enumerate([*ladder, ladder[-1]]):  # the last one whether it fits or not
+        assert chosen(fits) == dict(zip((on, mode, every), values, strict=False))
+    assert chosen(0, activation_checkpointing=False) == {}
+    # What was given is kept; a mode, or which blocks, is given to recompute.
+    assert chosen(0, activation_checkpointing=True) == {mode: "products", every: 2}
+    assert chosen(0, activation_checkpointing_mode="selective") == {on: True, every: 1}
+    assert chosen(0, offload_activations=True) == {mode: "products"}
+    assert chosen(1, activation_checkpointing_every=3) == {on: True, mode: "selective"}
     assert Settings((ActivationConfig(),))[ActivationConfig].activation_checkpointing_mode == "full"
 
 
@@ -210,7 +224,7 @@ def _split_modes(sequence):
     reference = dropout_model("llama_gqa")
     found, reductions = {}, {}
     operation = "reduce_scatter" if sequence else "all_reduce"
-    for mode in ("none", "full", "selective"):
+    for mode in ("none", "full", "selective", "products"):
         model = smp.transform(copy.deepcopy(reference))
         if mode != "none":
             apply_activation_checkpointing(blocks_of(model), mode=mode)
@@ -221,11 +235,11 @@ def _split_modes(sequence):
         loss.backward()
         reductions[mode] = smp.comm.report().calls(operation)
         found[mode] = [p.grad.to_local() for p in model.parameters()]
-    for mode in ("full", "selective"):
+    for mode in ("full", "selective", "products"):
         assert all(torch.equal(a, b) for a, b in zip(found[mode], found["none"], strict=True)), mode
     # Of a block's two reductions the second is after all that backward needs.
     assert reductions["full"] == reductions["none"] + 3
-    assert reductions["selective"] == reductions["none"]
+    assert reductions["selective"] == reductions["products"] == reductions["none"]
 
 
 @pytest.mark.parametrize("sequence", [True, False])

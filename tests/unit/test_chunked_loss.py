@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -48,6 +49,15 @@ def plain(hidden, weight, bias, labels, z_loss, transform=PLAIN):
     return loss + z_loss * (logits.logsumexp(-1).square() * (targets != -100)).sum()
 
 
+@pytest.fixture(params=[False, True])
+def traced(request, monkeypatch):
+    """Whether the loss is that for torch.compile, whose graph is run without a compiler."""
+    torch._dynamo.reset()
+    made = functools.cache(lambda: torch.compile(smp.loss.token_losses, fullgraph=True, backend="aot_eager"))
+    monkeypatch.setattr(smp.parallel.linear_loss, "_compiled", made)
+    return request.param
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 5, 21, 1000])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
@@ -56,10 +66,10 @@ def plain(hidden, weight, bias, labels, z_loss, transform=PLAIN):
     (False, 0.0, PLAIN), (True, 1e-2, PLAIN),
     (False, 0.0, SCALED), (True, 1e-2, SCALED), (False, 0.0, CAPPED), (True, 1e-2, CAPPED),
 ])  # fmt: skip
-def test_value_and_gradients(chunk, dtype, tolerance, bias, z_loss, transform):
+def test_value_and_gradients(chunk, dtype, tolerance, bias, z_loss, transform, traced):
     mine, theirs = inputs(dtype, bias=bias), inputs(dtype, bias=bias)
     found = linear_cross_entropy(
-        *mine[:2], mine[3], bias=mine[2], chunk_tokens=chunk, z_loss=z_loss, logits=transform
+        *mine[:2], mine[3], bias=mine[2], chunk_tokens=chunk, z_loss=z_loss, logits=transform, compiled=traced
     )  # fmt: skip
     expected = plain(*theirs, z_loss, transform)
     assert found.item() == pytest.approx(expected.item(), rel=tolerance)
@@ -261,12 +271,12 @@ def test_chunks_of_nothing_are_refused():
 
 
 @pytest.mark.parametrize(("device", "room", "expected"), [
-    ("cuda", True, [4096]), ("cuda", False, [1024]), ("cpu", True, []),
+    ("cuda", 8192, [8192, False]), ("cuda", 4096, [4096, False]), ("cuda", 0, [1024, False]), ("cpu", 8192, []),
 ])  # fmt: skip
 def test_larger_chunks_where_they_fit(monkeypatch, device, room, expected):
-    for given, chosen in ((LossConfig(), expected), (LossConfig(loss_chunk_tokens=512), [])):
+    for given, chosen in ((LossConfig(), expected), (LossConfig(loss_chunk_tokens=512), expected[1:])):
         settings = Settings((given,))
-        situation = choices.Situation(None, settings, device, 1, lambda **values: room)
+        situation = choices.Situation(None, settings, device, 1, lambda loss_chunk_tokens: loss_chunk_tokens <= room)
         found = choices.choose(settings, situation, [smp.parallel.loss.choose])
         assert [choice.value for choice in found] == chosen
 

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+import smp.parallel.linear_loss
 import smp.parallel.parallelize
 import smp.parallel.sharding
 from smp.errors import ConfigError
-from smp.loss import shift_labels
+from smp.loss import shift_labels, token_losses
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.optim.optimizers import build_optimizer
@@ -170,6 +171,7 @@ def test_activation_checkpointing():
 
     none, full = computed(["--activation_checkpointing", 0]), computed([])
     selective = computed(["--activation_checkpointing_mode", "selective"])
+    assert computed(["--activation_checkpointing_mode", "products"]) == none
     every = computed(["--activation_checkpointing_every", 2])  # one of the two blocks
     assert none < selective < full and 2 * (every - none) == full - none
 
@@ -224,7 +226,7 @@ def test_cpu_offload():
     differs(in_host_memory, ["--cpu_offload", 1], {True})
 
 
-@check("loss_chunk_tokens", "z_loss")
+@check("loss_chunk_tokens", "z_loss", "compile_loss")
 def test_loss_in_chunks(monkeypatch):
     rows = counted(monkeypatch)
 
@@ -238,6 +240,10 @@ def test_loss_in_chunks(monkeypatch):
     plain, whole = loss([])
     assert whole == [32] and loss(["--loss_chunk_tokens", 0]) == (pytest.approx(plain, rel=1e-6), [])
     assert loss(["--loss_chunk_tokens", 10]) == (pytest.approx(plain, rel=1e-6), [10, 10, 10, 2])
+    made = lambda: lambda logits, *rest: compiled.append(len(logits)) or token_losses(logits, *rest)  # noqa: E731
+    monkeypatch.setattr(smp.parallel.linear_loss, "_compiled", made)
+    compiled: list[int] = []
+    assert loss(["--compile_loss", 1]) == (pytest.approx(plain, rel=1e-6), []) and compiled == [32]
     # 64 words, all about as likely, so that the logarithm of the partition is about log 64.
     assert loss(["--z_loss", 0.1])[0] == pytest.approx(plain + 30 * 0.1 * math.log(64) ** 2, rel=0.05)
 

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from smp.errors import UserError
 from smp.loss import causal_lm_loss_sum
 from smp.models.registry import family_of
+from smp.parallel import adapter
 from smp.parallel.activation_checkpoint import apply_activation_checkpointing
 from smp.parallel.linear import Product, replace_product
 from smp.parallel.loss import chunk_loss
@@ -26,6 +27,7 @@ from tests.adapters import RANK, Adapter
 from tests.distributed import run_distributed
 from tests.reference import Layout, relative
 from tests.tensor_parallel import ROWS, batch_of, build, config_of, overlap_on_cpu, split, whole
+from tests.unit import test_activation_checkpoint
 
 STEP = 1 / 64  # of the rounded weights: as large as most of them are
 
@@ -236,6 +238,25 @@ def test_selective_recomputation_keeps_what_it_keeps_of_the_plain_product():
             loss.backward()
         found.append({shape: n for shape, n in products.shapes.items() if RANK not in shape})
     assert found[0] == found[1] and len(found[0]) > 3
+
+
+def test_an_adapter_multiplies_no_more_than_it_needs():
+    """Forward the weight's, A's and B's; backward one more of the input, and one or two of each factor."""
+    product, generator = adapter.Adapter(2.0), torch.Generator().manual_seed(0)
+    x, weight, a, b, *gradients = (
+        torch.randn(*size, generator=generator, dtype=torch.float64)
+        for size in ((5, 6), (4, 6), (2, 6), (4, 2), (5, 4), (5, 4))
+    )
+    with test_activation_checkpoint.Products() as counter:
+        found = product.forward(x, weight, None, a, b)
+    assert counter.count == 3 and torch.allclose(found, x @ (weight + 2 * b @ a).T)
+    for gradient in gradients:
+        with test_activation_checkpoint.Products() as counter:
+            into = product.input_gradient(gradient, weight, a, b)
+            _, of_a, of_b = product.parameter_gradients(gradient, x, weight, a, b, needs=(False, True, True))
+        assert counter.count == 6
+        expected = gradient @ (weight + 2 * b @ a), 2 * (gradient @ b).T @ x, 2 * gradient.T @ (x @ a.T)
+        assert all(map(torch.allclose, (into, of_a, of_b), expected))
 
 
 def test_the_loss_in_chunks_knows_no_other_product_of_the_head():

@@ -40,7 +40,7 @@ CASES = {
     "GPT-NeoX": ("--model_type", "gpt_neox", *SIZES),
     "pairs beside their reference": (
         *LLAMA, "--sharding_strategy", "shard_grad_op", "--lora_rank", "8", "--dpo", "1",
-        "--gradient_accumulation_steps", "2", "--num_layers", "6",
+        "--gradient_accumulation_steps", "2", "--num_layers", "6", "--activation_checkpointing_mode", "full",
     ),
     "layers of two kinds": ("--model", "gemma3_1b", "--max_context_width", "256"),
 }  # fmt: skip

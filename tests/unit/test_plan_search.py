@@ -70,10 +70,13 @@ def test_legal_layouts_divide_the_world_and_keep_what_was_given():
     assert all(each.mesh.world_size == 64 for each in every)
     assert {each.work.micro_batch_size for each in every} == {1, 2, 4, 8, 16}
     words = ["--tensor_parallel_degree", 2, "--train_batch_size", 4, "--activation_checkpointing_mode", "full"]
+    words += ["--activation_checkpointing", 1, "--activation_checkpointing_every", 1]
     given = found_layouts(*words, "--offload_activations", 0, "--sharding_strategy", "full_shard")
     assert [each.flags for each in given] == [{}] and str(given[0].mesh) == "dp_replicate 1 x dp_shard 32 x tp 2"
     recomputed = {parts(each)["recomputation"] for each in found_layouts("--activation_checkpointing", 1)}
-    assert recomputed == {"recompute selective", "recompute full"}
+    assert recomputed == {
+        f"recompute {kept}" for kept in ("products of 1 in 2 blocks", "products", "selective", "full")
+    }
     kept = {parts(each)["recomputation"] for each in found_layouts("--activation_checkpointing", 0)}
     assert kept == {"recompute none"}
     # What is moved off a CPU needs a directory.
@@ -151,7 +154,7 @@ def test_the_trace_decides_among_what_the_closed_form_likes():
 
 
 def test_what_stalls_or_fails_comes_after_what_fits():
-    a, b, c = {parts(layout)["recomputation"]: layout for layout in reversed(some_layouts())}.values()
+    a, b, c, *_ = {parts(layout)["recomputation"]: layout for layout in reversed(some_layouts())}.values()
     estimates = [Estimate(each, 60 * GIB, each.tokens) for each in (a, b, c)]
     plans = [
         (a, plan_of(a, allocated=70 * GIB, reserved=85 * GIB, seconds=a.tokens)),

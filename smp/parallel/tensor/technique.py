@@ -11,7 +11,7 @@ from torch import nn
 from smp.comm.symmetric import neighbours_obstacle
 from smp.config import CommConfig, ParallelConfig
 from smp.errors import UserError
-from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Moment, Workload, splits_tokens
+from smp.memory.shape import FULL, NONE, PRODUCTS, SELECTIVE, ModelShape, Moment, Workload, splits_tokens
 from smp.mesh import Mesh
 from smp.models.family import tensor_parallel_problems
 from smp.parallel.choices import Choice, Situation
@@ -100,7 +100,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 
 # A gather and a reduction of attention and of the MLP, forward and backward. Recomputation repeats them, selective
 # recomputation the gathers only.
-_CROSSINGS = {NONE: 8, SELECTIVE: 10, FULL: 12}
+_CROSSINGS = {NONE: 8, PRODUCTS: 10, SELECTIVE: 10, FULL: 12}
 
 
 def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
