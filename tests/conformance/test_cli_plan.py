@@ -280,7 +280,7 @@ def test_conversations_that_are_given_are_said(planner, call, tmp_path):
     apart = ["--training_dir", sample / "preferences.jsonl", "--dpo", 1, "--pack", 0, "--json", tmp_path / "plan.json"]
     _, out, _ = call(*data, *apart, "--search", 0, "--train_batch_size", 4)
     assert re.search(r"training data: 200 samples in 400 sequences \(\d+\.\d tokens each\)", out)
-    assert json.loads((tmp_path / "plan.json").read_text())["layouts"][0]["tokens"] == 2 * 2 * 4 * 128  # ranks, answers, pairs, tokens
+    assert json.loads((tmp_path / "plan.json").read_text())["layouts"][0]["tokens"] == 2 * 2 * 4 * 128
     _, out, err = call(*data, "--training_dir", tmp_path / "elsewhere")
     assert "How much of a sequence is trained on is not known here: " in out and "elsewhere" in out
     assert "Traceback" not in err
