@@ -1,5 +1,5 @@
 #!/bin/bash
-# What one GPU shows in one call of nine minutes; benchmarks/README.md describes it. PYTHON: the Python that has torch.
+# What one GPU shows in a call of seven minutes and one of four; benchmarks/README.md describes it. PYTHON: the Python that has torch.
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd) || exit
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from smp.axes import AXES, Axis, check_folded, check_inside, check_multiplied, divisors, folds, listed, split_degrees
 from smp.config import AUTO, ParallelConfig, ShardingStrategy
 from smp.errors import UserError
+from smp.process_groups import keep_timeout, warm_up
 
 _DATA_PARALLEL = ("dp_replicate", "dp_shard")
 
@@ -139,6 +140,8 @@ class Mesh:
         views = {axis.name: self._join_view(axis, groups, device_type) for axis in self._folded}
         made = {id(group): group for group in groups.values() if group is not dist.group.WORLD}
         keep_timeout(list(made.values()), device_type)
+        if device_type == served_device_type() == "cuda":  # by NCCL, and not by a plan's stand-in
+            warm_up(groups[name] for name in groups if name != "data")  # over which nothing on a GPU is reduced
         here = _lay_out(self._sizes() | self._axis_degrees(), rank=dist.get_rank())
         roles = {name: dataclasses.replace(role, _group=groups.get(name)) for name, role in here.items()}
         return dataclasses.replace(self, roles=roles, _device_mesh=device_mesh, _views=views)
@@ -387,13 +390,3 @@ def served_device_type() -> str:
     backends = dist.get_backend_config().split(",")  # such as cpu:gloo,cuda:nccl, also without an explicit backend
     serves_gpus = "cuda:nccl" in backends or "cuda:smddp" in backends
     return "cuda" if serves_gpus and torch.cuda.is_available() else "cpu"
-
-
-def keep_timeout(groups: list[dist.ProcessGroup], device_type: str) -> None:
-    """Give groups the timeout of the default group: torch creates a mesh's groups with half an hour."""
-    assert dist.group.WORLD is not None
-    backend = dist.group.WORLD._get_backend(torch.device(device_type))
-    limit = getattr(getattr(backend, "options", None), "_timeout", None)
-    if limit is not None:  # the fake backend has none
-        for group in groups:
-            dist.distributed_c10d._set_pg_timeout(limit, group)

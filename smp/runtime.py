@@ -284,6 +284,8 @@ def _start_group(launch: Launch, device: torch.device, backend: str, seconds: fl
     timeout = datetime.timedelta(seconds=seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder keeps
         if launch.launcher == "SageMaker" and (idle := torch.cuda.device_count() - 1):
             logger.warning("SageMaker starts one process a host, so %d GPU(s) are idle: start torchrun there.", idle)
     if launch.world_size == 1:

@@ -1,1 +1,1 @@
-"""What one GPU shows in one call of nine minutes: ``benchmarks/gpu_first.sh``, see ``benchmarks/README.md``."""
+"""What one GPU shows: ``benchmarks/gpu_first.sh``, see ``benchmarks/README.md``."""

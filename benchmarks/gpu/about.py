@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("transformers", "accelerate", "safetensors", "triton", "xxhash", "datasets", "pytest")
+PACKAGES = ("transformers", "accelerate", "safetensors", "triton", "xxhash", "torchao", "peft", "datasets", "pytest")
 
 
 def _said(*command: str) -> str:

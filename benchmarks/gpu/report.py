@@ -43,6 +43,8 @@ def line(result: Result) -> str:
     """Return one line about a result."""
     if result["kind"] == "left":
         return f"not begun, for want of time: {result['name']}"
+    if result["kind"] == "absent":
+        return f"not here: {result['name']}, which needs {result['missing']}"
     if not result["ok"]:
         return f"FAILED {result['name']}: {result['why']}"[:300]
     if "seconds" in result:
@@ -58,14 +60,14 @@ def read(file: Path) -> list[Result]:
 
 def succeeded(results: Iterable[Result]) -> set[str]:
     """Return the names of what need not be measured again."""
-    return {each["name"] for each in results if each["ok"] and each["kind"] != "left"}
+    return {each["name"] for each in results if each["ok"] and each["kind"] not in ("left", "absent")}
 
 
 def newest(results: Iterable[Result]) -> dict[str, list[Result]]:
     """Return the last result of each name, by kind; what was not begun counts only where nothing else is known."""
     found: dict[str, Result] = {}
     for each in results:
-        if each["kind"] != "left" or each["name"] not in found:
+        if each["kind"] not in ("left", "absent") or each["name"] not in found:
             found.pop(each["name"], None)  # it comes last
             found[each["name"]] = each
     kinds: dict[str, list[Result]] = {}
@@ -84,7 +86,7 @@ def table(header: str, rows: Iterable[Iterable[Any]]) -> list[str]:
 def page(results: list[Result]) -> str:
     """Return the summary."""
     kinds = newest(results)
-    lines = ["# One GPU, in one call"]
+    lines = ["# One GPU"]
     for each in kinds.get("environment", []):
         facts = {**each["facts"], **({"failed": each["why"]} if each["why"] else {})}
         lines += ["", *(f"- {name}: {value}" for name, value in facts.items())]
@@ -93,14 +95,20 @@ def page(results: list[Result]) -> str:
     lines += ["", f"Failed (failures.txt has the output): {names}." if names else "Nothing failed."]
     if left := kinds.get("left"):
         lines += ["", f"Not begun, for want of time: {'; '.join(each['name'] for each in left)}."]
+    if absent := kinds.get("absent"):
+        needs = "; ".join(f"{each['name']} (needs {each['missing']})" for each in absent)
+        lines += ["", f"Not here: {needs}."]
     shown = ((e["name"], f"ok: {e['found']}" if e["ok"] else f"FAILED: {e['why']}") for e in kinds.get("check", []))
     found = table("check | result", shown)
     lines += ["", "## Right or wrong", *found] if found else []
     steps = kinds.get("step", [])
     if steps:
         lines += ["", "## A step", *steps_table(steps, {each["of"]: each for each in kinds.get("plan", [])})]
-        blocks = blocks_table(steps)
-        lines += ["", "### A block: what the larger model takes longer", *blocks] if blocks else []
+        for title, found in (
+            ("In turns", turns_table(steps)),
+            ("A block: what the larger model takes longer", blocks_table(steps)),
+        ):
+            lines += ["", f"### {title}", *found] if found else []
     for each in [*steps, *kinds.get("measure", [])]:
         lines += details(each)
     tests = [(e["name"], "ok" if e["ok"] else "FAILED", e["found"], e["why"]) for e in kinds.get("tests", [])]
@@ -111,9 +119,8 @@ def page(results: list[Result]) -> str:
 def details(each: Result) -> list[str]:
     """Format what a measurement found beside its seconds."""
     lines: list[str] = []
-    if each.get("waits"):
-        lines += ["", f"### Where the host waits: {each['name']}", ""]
-        lines += [f"- {count:.1f} a step: {where}" for where, count in each["waits"].items()]
+    if each.get("chosen"):
+        lines += ["", f"Chosen for {each['name']}: {each['chosen']}."]
     if each.get("kernels"):
         lines += ["", f"### Kernels: {each['name']}", "", "```", *each["kernels"], "```"]
     if each.get("found"):
@@ -132,7 +139,7 @@ def _ratio(value: float | None, other: float | None, form: str = ".3f") -> str:
 
 def _drift(each: Result, steps: list[Result]) -> str:
     """Return how far the losses are from the first measurement's of the same values and samples."""
-    alike = [e for e in steps if e["ok"] and all(e[key] == each[key] for key in ("layers", "documents", "layout"))]
+    alike = [e for e in steps if e["ok"] and all(e[key] == each[key] for key in ("layers", "layout"))]
     pairs = zip(each["losses"], alike[0]["losses"], strict=False)
     return f"{max(abs(one - two) / max(abs(two), 1e-9) for one, two in pairs):.1e}"
 
@@ -141,13 +148,13 @@ def steps_table(steps: list[Result], plans: dict[str, Result]) -> list[str]:
     """Format a line for each measurement of a step, beside what ``smp plan`` says."""
     header = (
         "what | ms | planned | tokens/s per GPU | MFU | allocated, GiB | / planned | reserved, GiB | / planned | "
-        "first step, s | graphs | breaks | waits a step | loss off"
+        "flushes | SM MHz | W | first step, s | graphs | breaks | loss off"
     )
     rows: list[list[str]] = []
     for each in steps:
         plan = plans.get(each["name"], {})
         if not each["ok"]:
-            rows.append([each["name"], f"failed: {each['why'][:120]}", *["-"] * 12])
+            rows.append([each["name"], f"failed: {each['why'][:120]}", *["-"] * 14])
             continue
         memory = []
         for key in ("allocated", "reserved"):
@@ -156,10 +163,30 @@ def steps_table(steps: list[Result], plans: dict[str, Result]) -> list[str]:
         rows.append([
             each["name"], f"{each['seconds'] * 1e3:.1f}", number(plan.get("seconds") and plan["seconds"] * 1e3),
             f"{speed:.0f}", _ratio(speed * each["flops_per_token"], each["peak_flops"]), *memory,
-            f"{each['first_s']:.1f}", each["graphs"], each["breaks"],
-            number(None if each["waits"] is None else sum(each["waits"].values())), _drift(each, steps),
+            number(each["flushes"], "d"), number(each["sm_mhz"], ".0f"), number(each["watts"], ".0f"),
+            f"{each['first_s']:.1f}", each["graphs"], each["breaks"], _drift(each, steps),
         ])  # fmt: skip
     return table(header, rows)
+
+
+def turns_table(steps: list[Result]) -> list[str]:
+    """Format the spread of what was measured several times, in turns with others."""
+    found: dict[tuple[str, int], list[Result]] = {}
+    for each in steps:
+        if each["ok"] and each["turn"]:
+            found.setdefault((each["what"], each["layers"]), []).append(each)
+    rows = []
+    for (what, layers), those in found.items():
+        times = [each["seconds"] * 1e3 for each in those]
+        clocks = ", ".join(number(each["sm_mhz"], ".0f") for each in those)
+        row = [
+            f"{what}, {layers} layers",
+            len(times),
+            f"{sum(times) / len(times):.1f}",
+            f"{min(times):.1f} to {max(times):.1f}",
+        ]
+        rows.append([*row, clocks])
+    return table("what | turns | mean, ms | range | SM MHz", rows)
 
 
 def blocks_table(steps: list[Result]) -> list[str]:
@@ -167,15 +194,14 @@ def blocks_table(steps: list[Result]) -> list[str]:
     by_what: dict[str, list[Result]] = {}
     for each in sorted((each for each in steps if each["ok"]), key=lambda each: each["layers"]):
         by_what.setdefault(each["what"], []).append(each)
-    speeds, found = {}, {}
+    rows = []
     for what, (few, *_, many) in ((what, of) for what, of in by_what.items() if len(of) > 1):
-        more = many["layers"] - few["layers"]
-        block = (many["seconds"] - few["seconds"]) / more
-        rest = few["seconds"] - few["layers"] * block
-        flops = (many["flops_per_token"] - few["flops_per_token"]) / more * few["tokens"]
-        if block > 0 and 32 * block + rest > 0:
-            speeds[what] = few["tokens"] / (32 * block + rest)
-            found[what] = [f"{block * 1e3:.2f}", _ratio(flops / block, few["peak_flops"]), f"{rest * 1e3:.1f}"]
-    header = "what | a block, ms | its MFU | rest of the step, ms | 32 blocks: tokens/s | / the plain loop's"
-    plain = speeds.get("plain loop")
-    return table(header, ([w, *found[w], f"{speeds[w]:.0f}", _ratio(speeds[w], plain, ".2f")] for w in found))
+        if more := many["layers"] - few["layers"]:
+            block = (many["seconds"] - few["seconds"]) / more
+            flops = (many["flops_per_token"] - few["flops_per_token"]) / more * few["tokens"]
+            rest = few["seconds"] - few["layers"] * block
+            layers = f"{few['layers']} and {many['layers']}"
+            rows.append(
+                [what, layers, f"{block * 1e3:.2f}", _ratio(flops / block, few["peak_flops"]), f"{rest * 1e3:.1f}"]
+            )
+    return table("what | layers | a block, ms | its MFU | rest of the step, ms", rows)

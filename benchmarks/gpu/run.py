@@ -1,11 +1,12 @@
-"""What one GPU shows in one call: is it right, how fast is it, how much memory does it take.
+"""What one GPU shows in two calls: how fast is it, how much memory does it take, is it right.
 
     bash benchmarks/gpu_first.sh                                              # or: make gpu
     bash benchmarks/gpu_first.sh --done gpu_first/results.jsonl --out second  # goes on from an earlier call
     bash benchmarks/gpu_first.sh --only tests --budget 230                    # tests/gpu alone
 
-First the environment, then short jobs side by side with their checks, then timed measurements alone on the GPU, then
-tests/gpu, file by file. Nothing here imports torch: what does not import there is a result, too.
+First the environment, then timed measurements alone on the GPU, then short jobs side by side with their checks, and
+plans of what was timed beside them, then tests/gpu, file by file. Nothing here imports torch: what does not import
+there is a result, too.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from benchmarks.gpu.report import Result, Results
 
 IMPORTS = 45.0  # seconds that a worker may take before its first measurement
 STARTS = 12.0  # seconds that a process takes to import torch
-JOBS = 150.0  # seconds after which no job and no plan goes on, where something is timed after them
+JOBS = 120.0  # seconds after which no job and no plan goes on: tests come after them
 TESTS = 25.0  # seconds, without which no file of tests is begun
-PARTS = ("jobs", "timed", "tests")
-# Files whose tests are of one process first.
-ORDER = ("memory", "checkpoint", "context_parallel", "tensor_parallel", "fsdp1", "train", "comm")
+PARTS = ("timed", "jobs", "tests")
+# Files whose tests no GPU has run first.
+ORDER = ("fsdp1", "train", "comm", "tensor_parallel", "checkpoint", "context_parallel", "memory")
 
 
 class Worker:
@@ -133,14 +134,26 @@ def together(results: Results, wanted: list[Case], work: Path, deadline: float) 
 
 def add(results: Results, case: Case, found: dict[str, Any], log: str) -> None:
     """Write what was found."""
-    about = {"layers": case.layers, "what": case.what, "flags": case.flags, "documents": case.documents}
+    if found.get("missing"):
+        results.add("absent", case.name, missing=found["missing"])
+        return
+    about = {"layers": case.layers, "what": case.what, "flags": case.flags, "turn": case.turn}
     results.add(case.kind, case.name, log=log, **about, **found)
 
 
-def plan(results: Results, case: Case, device: str, work: Path, deadline: float) -> None:
+def to_plan(results: Results, arguments: argparse.Namespace) -> list[Case]:
+    """Return the measured steps whose plan is not known."""
+    known = report.succeeded(results.all)
+    found = [case for case in cases(tiny=arguments.tiny) if case.method == "step" and case.turn <= 1]
+    return [case for case in found if case.name in known and f"plan: {case.name}" not in known]
+
+
+def plan(results: Results, case: Case, work: Path, deadline: float) -> None:
     """Write what ``smp plan`` says about a case, on the host's cores."""
     if deadline - time.monotonic() < STARTS:
         return
+    device = next(str(each["facts"].get("device")) for each in results.all if each["kind"] == "environment")
+    device = "h200" if "H200" in device else "h100"
     name, found = re.sub(r"\W+", "_", case.name), {}
     log, file = work / f"plan_{name}.txt", work / f"plan_{name}.json"
     words = ["-m", "smp", "plan", "--search", "0", "--nodes", "1", "--gpus_per_node", "1", "--device", device]
@@ -202,7 +215,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--done", type=Path, help="results.jsonl of an earlier call: what was right there is not run again"
     )
     parser.add_argument(
-        "--budget", type=float, default=530.0, help="seconds in all (default 530; at 590 it is stopped)"
+        "--budget", type=float, help="seconds in all (default 400, with --done 250; at 590 it is stopped)"
     )
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="default: all")
     parser.add_argument("--match", nargs="+", metavar="TEXT", help="only what has one of these in its name")
@@ -214,6 +227,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stand_in", type=Path, help="with --tiny: the shim of tests/cuda_path, built")
     arguments = parser.parse_args(argv)
     arguments.out = arguments.out.resolve()
+    arguments.budget = arguments.budget or (400.0 if arguments.done is None else 250.0)
     if arguments.done is not None and not arguments.done.is_file():
         parser.error(f"--done {arguments.done}: there is no such file; give the results.jsonl of an earlier call")
     earlier = arguments.out / "results.jsonl"
@@ -248,7 +262,7 @@ def begin(arguments: argparse.Namespace, work: Path) -> tuple[Results, list[Resu
     facts = json.loads(said.read_text()) if not why else {}
     earlier = report.read(arguments.done) if arguments.done else []
     device = [each["facts"].get("device") for each in earlier if each["kind"] == "environment"]
-    earlier = [each for each in earlier if each["kind"] not in ("left", "environment")]
+    earlier = [each for each in earlier if each["kind"] not in ("left", "absent", "environment")]
     if device and device[-1] != facts.get("device"):
         facts["earlier"] = f"timed on {device[-1]}: not taken over"
         earlier = [each for each in earlier if each["kind"] not in ("step", "measure", "plan")]
@@ -274,20 +288,17 @@ def main(argv: list[str]) -> int:
         if why:
             return 1
         right, timed, files = wanted(arguments, earlier)
-        device = "h200" if "H200" in str(results.all[-1]["facts"].get("device")) else "h100"
-        planned = [case for case in timed if case.method == "step" and case.processes == 1]
-        known, jobs_end = report.succeeded(earlier), min(end, began + JOBS) if timed and not arguments.tiny else end
-        with ThreadPoolExecutor(max(1, arguments.side_by_side // 2)) as pool:
-            for case in planned:
-                if f"plan: {case.name}" not in known:
-                    pool.submit(plan, results, case, device, work, jobs_end)
-            Runner(results, arguments, work, jobs_end).run(right)
-            if right or earlier:  # what is timed next needs the host's cores
-                pool.shutdown(cancel_futures=True)
         if arguments.processes > 1:
             together(results, timed, work, end)
         else:
             alone(results, arguments, timed, work, end)
+        jobs_end = end if arguments.tiny else min(end, time.monotonic() + JOBS)
+        with ThreadPoolExecutor(
+            max(1, arguments.side_by_side // 2)
+        ) as pool:  # beside the jobs: it takes the host's cores
+            for case in to_plan(results, arguments):
+                pool.submit(plan, results, case, work, jobs_end)
+            Runner(results, arguments, work, jobs_end).run(right)
         run_tests(results, files, earlier, work, end)
     print((arguments.out / "summary.md").read_text(), flush=True)
     failed = [each["name"] for found in report.newest(results.all).values() for each in found if not each["ok"]]

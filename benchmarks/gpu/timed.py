@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import json
 import os
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,57 +27,67 @@ from torch import Tensor, nn
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.report import GIB
 
-ROOT, TORCH = str(Path(__file__).resolve().parents[2]), str(Path(torch.__file__).parent)
-LR, WARMUP, WATCHED = 3e-4, 3, 2
+LR, WARMUP = 3e-4, 3
+# Of kernels, by what their names have.
+GROUPS = {
+    "attention": r"sdpa|flash|fmha|attention",
+    "products": r"nvjet|gemm|cutlass|xmma|scaled_mm|splitk",
+    "optimizer and norm": r"multi_tensor|fusedopt|adam",
+    "copies": r"memcpy|memset|copy|chunk_cat|catarray",
+    "compiled": r"triton",
+    "the rest": r"",
+}
 # What compiling, recomputing and peft put into the names of parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "base_model.model.", "base_layer.", ".default.weight")
 Found = dict[str, Any]
 Step = Callable[[int], Tensor]  # from the step's number to this process's mean loss, 0-d
 
 
-class Watch:
-    """Counts the synchronisations of host and device, by the innermost line outside torch."""
-
-    def __init__(self) -> None:
-        self.lines: Counter[str] = Counter()
-        self._undo = contextlib.ExitStack()
-
-    def start(self) -> None:
-        """Count from now on."""
-        self._undo.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("always")
-        warnings.showwarning = self._seen  # type: ignore[assignment]
-        torch.cuda.set_sync_debug_mode("warn")
-
-    def stop(self) -> None:
-        """Count no more."""
-        torch.cuda.set_sync_debug_mode("default")
-        self._undo.close()
-
-    def _seen(self, message: Any, *where: Any) -> None:
-        if "called a synchronizing CUDA operation" not in str(message):
-            return
-        frames = [f for f in traceback.extract_stack()[:-1] if not f.filename.endswith("warnings.py")]
-        own = [f for f in frames if not f.filename.startswith(TORCH) and not f.filename.startswith("<")]
-        frame = (own or frames)[-1]
-        name = frame.filename.removeprefix(f"{ROOT}/").rpartition("site-packages/")[2]
-        self.lines[f"{name}:{frame.lineno} `{(frame.line or '').strip()}`"] += 1
-
-
 def list_kernels(step: Callable[[], Any]) -> list[str]:
-    """Return the kernels of a call that take longest."""
+    """Return the kernels of a call in groups: the time of each group, and of all its kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
-    kernels = [e for e in seen.key_averages() if e.device_type.name == "CUDA"]
-    kernels.sort(key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in kernels)
-    return [f"{total / 1e3:.1f} ms of kernels"] + [
-        f"{e.self_device_time_total / 1e3:8.2f} ms {e.self_device_time_total / max(total, 1):6.1%} {e.count:5d} x "
-        f"{e.key[:110]}" for e in kernels[:22]
-    ]  # fmt: skip
+    return grouped([
+        (e.key, e.self_device_time_total / 1e3, e.count) for e in seen.key_averages() if e.device_type.name == "CUDA"
+    ])  # fmt: skip
+
+
+def grouped(kernels: list[tuple[str, float, int]]) -> list[str]:
+    """Format kernels, given by name, milliseconds and number of calls, by group, the longest first."""
+    by_group: dict[str, list[tuple[str, float, int]]] = {}
+    for kernel in sorted(kernels, key=lambda each: -each[1]):
+        group = next(name for name, pattern in GROUPS.items() if re.search(pattern, kernel[0], re.IGNORECASE))
+        by_group.setdefault(group, []).append(kernel)
+    total = sum(each[1] for each in kernels)
+    lines = [f"{total:8.2f} ms of kernels"]
+    for group, those in sorted(by_group.items(), key=lambda pair: -sum(each[1] for each in pair[1])):
+        spent = sum(each[1] for each in those)
+        lines.append(f"{spent:8.2f} ms {spent / max(total, 1e-9):6.1%} {group}")
+        lines += [f"{seconds:12.2f} ms {count:5d} x {name[:110]}" for name, seconds, count in those]
+    return lines
+
+
+@contextlib.contextmanager
+def clocks(bench: Bench) -> Iterator[Found]:
+    """Sample the GPU's clock and power beside what is timed; they are found when it ends."""
+    found: Found = {"sm_mhz": None, "watts": None}
+    if not bench.gpu or not shutil.which("nvidia-smi"):
+        yield found
+        return
+    asked = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "200"]
+    asked += ["-i", f"GPU-{torch.cuda.get_device_properties(bench.device).uuid}"]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as sampler:
+        try:
+            yield found
+        finally:
+            sampler.terminate()
+            said = sampler.communicate()[0]
+            pairs = re.findall(r"^([\d.]+), ([\d.]+)$", said, re.MULTILINE)
+            for key, values in zip(found, zip(*pairs, strict=True), strict=bool(pairs)):
+                found[key] = sum(map(float, values)) / len(values)
 
 
 @dataclasses.dataclass
@@ -141,114 +153,101 @@ class Bench:
         start = self.now()
         losses = [step(0)]
         first = self.now() - start
-        losses += [step(number) for number in range(1, WARMUP)]
-        if self.gpu:
-            torch.cuda.reset_peak_memory_stats()
-        start = self.now()
-        losses += [step(number) for number in range(WARMUP, WARMUP + case.steps)]
-        seconds = (self.now() - start) / case.steps
+        with clocks(self) as sampled:
+            losses += [step(number) for number in range(1, WARMUP)]
+            if self.gpu:
+                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.reset_accumulated_memory_stats()
+            start = self.now()
+            losses += [step(number) for number in range(WARMUP, WARMUP + case.steps)]
+            seconds = (self.now() - start) / case.steps
         counters = torch._dynamo.utils.counters
         found: Found = {
             "seconds": seconds, "first_s": first, "losses": [float(loss) for loss in losses],
             "allocated": torch.cuda.max_memory_allocated() if self.gpu else None,
             "reserved": torch.cuda.max_memory_reserved() if self.gpu else None,
-            "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.gpu else None,
+            "flushes": torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.gpu else None,
             "flops_per_token": flops_per_token,
             "peak_flops": peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if self.gpu else None,
             "graphs": counters["stats"].get("unique_graphs", 0), "breaks": sum(counters["graph_break"].values()),
-            "waits": None,
+            **sampled,
         }  # fmt: skip
-        if case.watch and self.gpu:
-            watch, more = Watch(), WARMUP + case.steps
-            watch.start()
-            for number in range(more, more + WATCHED):
-                step(number)
-            watch.stop()
-            found["waits"] = {where: count / WATCHED for where, count in watch.lines.most_common()}
-            found["kernels"] = list_kernels(lambda: step(more + WATCHED))
+        if case.kernels and self.gpu:
+            found["kernels"] = list_kernels(lambda: step(WARMUP + case.steps))
         return found
 
-    def ids(self, vocabulary: int, length: int, number: int, rank: int = 0) -> Tensor:
-        """Return the token ids ``(1, length)`` of a step, in memory that a GPU reads by itself."""
-        ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(1000 * number + rank))
+    def ids(self, vocabulary: int, size: tuple[int, int], number: int, rank: int = 0) -> Tensor:
+        """Return the token ids of a micro-batch, in memory that a GPU reads by itself."""
+        ids = torch.randint(vocabulary, size, generator=torch.Generator().manual_seed(1000 * number + rank))
         return ids.pin_memory() if self.gpu else ids
 
 
-def documents(count: int, number: int, length: int) -> dict[str, Any]:
-    """Return what the data pipeline adds where documents are kept apart; their lengths differ from step to step."""
-    if not count:
-        return {}
-    cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(number))[: count - 1] + 1
-    bounds = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([length])])
-    positions = torch.arange(length) - bounds[:-1].repeat_interleave(bounds.diff())
-    longest = int(bounds.diff().max())
-    return {"position_ids": positions[None], "document_bounds": bounds.int(), "longest_document": longest}
-
-
-def flops_per_token(config: Any, resolved: Any) -> float:
+def flops_per_token(job: Any) -> float:
     """Count the model FLOPs of a token, with those of the parameters that the flags add or freeze."""
-    from smp.config import Settings
-    from smp.parallel.parallelize import table_of
-    from smp.train.arguments import SECTIONS
     from smp.train.flops import model_flops_per_token
 
-    settings = Settings(tuple(getattr(config, name) for name in SECTIONS))
-    return model_flops_per_token(resolved.hf_config, resolved.sequence_length, table_of(resolved, settings)).total
+    return model_flops_per_token(job.model.hf_config, job.model.sequence_length, job.table).total
 
 
-def layout(length: int, data_ranks: int, ranks: int) -> Found:
+def layout(case: Case, length: int, data_ranks: int, ranks: int) -> Found:
     """Describe which samples a step takes: losses of equal layouts are compared, and tokens are counted per rank."""
-    return {"layout": f"{data_ranks} of {ranks}", "tokens": length * data_ranks / ranks}
+    tokens = case.accumulation * case.batch * length
+    samples = f"{case.accumulation} x {case.batch} x {length}"
+    return {"layout": f"{case.model}, {samples}, {data_ranks} of {ranks}", "tokens": tokens * data_ranks / ranks}
 
 
 @contextlib.contextmanager
 def training(case: Case, bench: Bench) -> Iterator[tuple[nn.Module, Any, Step, Found]]:
-    """Build the job's model, optimizer and step under the case's flags; also what describes them."""
-    from smp.config import Settings
+    """Build the job's model, optimizer and step under the case's flags, and what a job chooses; and what they are."""
     from smp.data.data_pipeline import StepBatch
     from smp.environment import read_launch
+    from smp.errors import Problems
     from smp.loss import shift_labels
-    from smp.mesh import resolve_mesh
+    from smp.memory.limits import available_memory
     from smp.models.model_config import resolve_model
     from smp.optim.optimizers import build_optimizer
     from smp.parallel import parallelize
     from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
-    from smp.parallel.technique import Setup
     from smp.runtime import process_group
-    from smp.train.arguments import SECTIONS, parse_args
+    from smp.train.arguments import parse_args
+    from smp.train.checked_job import make_job
+    from smp.train.job import choose_settings, planned_batch
     from smp.train.step import train_step
 
     parallelize.initialize_ = lambda model, rules, *, seed: None  # ``fill`` does it
     config, launch = parse_args(case.words()), read_launch()
-    settings = Settings(tuple(getattr(config, name) for name in SECTIONS))
-    resolved = resolve_model(config.model)
-    length, vocabulary = resolved.sequence_length, resolved.hf_config.vocab_size
-    grows = settings[AllocatorConfig].expandable_segments is True and bench.gpu
+    job = make_job(config, launch, bench.device, resolve_model(config.model), Problems())
+    length, vocabulary = job.model.sequence_length, job.model.hf_config.vocab_size
+    if bench.gpu:
+        available = available_memory(bench.device, launch.local_world_size)
+        job.choices.extend(choose_settings(job, available, batch=planned_batch(config, job.mesh)))
+    grows = job.settings[AllocatorConfig].expandable_segments is True and bench.gpu
     with process_group(config.comm, launch, bench.device, cpu_offload=config.activation.cpu_offload):
         if grows:
             use_expandable_segments()
-        mesh = resolve_mesh(
-            config.parallel, world_size=launch.world_size, local_world_size=launch.local_world_size, rank=launch.rank
-        ).join(bench.device.type)  # fmt: skip
+        mesh = job.mesh.join(bench.device.type)
         model = parallelize.prepare_model(
-            resolved, mesh=mesh, settings=settings, dtype=parallelize.compute_dtype(config.precision, bench.device),
-            device=bench.device, seed=0, load_weights=False,
+            job.model, mesh=mesh, settings=job.settings, dtype=job.dtype, device=bench.device, seed=0,
+            load_weights=False,
         )  # fmt: skip
-        setup = Setup(resolved.family, mesh, settings)
+        setup = dataclasses.replace(job.setup, mesh=mesh)
         bench.fill(model, launch.rank)
         optimizer = build_optimizer(model, config.optim, lr=LR)
 
-        def step(number: int) -> Tensor:
-            ids = bench.ids(vocabulary, length, number, mesh.data.rank)
-            rows = [{"input_ids": ids, "targets": shift_labels(ids), **documents(case.documents, number, length)}]
-            result = train_step(
-                model, optimizer, StepBatch(rows, torch.arange(1)), setup=setup, device=bench.device,  # type: ignore[arg-type]
-                grad_clip=config.optim.grad_clip,
-            )  # fmt: skip
-            return result.sums[0] / (length - 1)
+        def row(number: int) -> dict[str, Tensor]:
+            ids = bench.ids(vocabulary, (case.batch, length), number, mesh.data.rank)
+            return {"input_ids": ids, "targets": shift_labels(ids)}
 
-        about = {"flops": flops_per_token(config, resolved)}
-        about |= layout(length, mesh.data.size, launch.world_size)
+        def step(number: int) -> Tensor:
+            rows = [row(number * case.accumulation + each) for each in range(case.accumulation)]
+            result = train_step(
+                model, optimizer, StepBatch(rows, torch.arange(case.batch * len(rows))), setup=setup,  # type: ignore[arg-type]
+                device=bench.device, grad_clip=config.optim.grad_clip,
+            )  # fmt: skip
+            return result.sums[0] / (case.accumulation * case.batch * (length - 1))
+
+        about = {"flops": flops_per_token(job), "chosen": "; ".join(map(str, job.choices))}
+        about |= layout(case, length, mesh.data.size, launch.world_size)
         try:
             yield model, optimizer, step, about
         finally:
@@ -260,7 +259,7 @@ def step(case: Case, bench: Bench) -> Found:
     """Time the job's step."""
     with training(case, bench) as (_, _, step, about):
         found = bench.timed(case, step, about["flops"])
-    return {**found, **{key: about[key] for key in ("layout", "tokens")}}
+    return {**found, **{key: about[key] for key in ("layout", "tokens", "chosen")}}
 
 
 def save(case: Case, bench: Bench) -> Found:
@@ -281,15 +280,27 @@ def save(case: Case, bench: Bench) -> Found:
     return {"found": found}
 
 
+def missing(case: Case) -> str:
+    """Return the packages and flags that a case needs and that are not here."""
+    from smp.train.arguments import FLAGS
+
+    def is_here(name: str) -> bool:
+        return name[2:] in FLAGS if name.startswith("--") else importlib.util.find_spec(name) is not None
+
+    return ", ".join(name for name in case.needs.split() if not is_here(name))
+
+
 def measure(case: Case, bench: Bench) -> Found:
     """Measure a case; what fails is a result, too."""
-    from benchmarks.gpu import others
+    from benchmarks.gpu import fp8, others
 
-    began, found = time.monotonic(), {"why": "", "broken": False}
+    began, found = time.monotonic(), {"why": "", "broken": False, "missing": missing(case)}
+    if found["missing"]:
+        return found
     try:
         bench.clean()
-        method = {"step": step, "save": save}.get(case.method) or getattr(others, case.method)
-        found |= method(case, bench)
+        methods = {"step": step, "save": save, "parts": others.parts, "fp8": fp8.fp8}
+        found |= methods[case.method](case, bench)
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         found["why"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:240]}"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.file_tensors import FileTensor
+from smp.comm.cuda import batch_isend_irecv
 from smp.local_shards import local_part
 from smp.models.experts import expert_modules
 from smp.models.file_keys import Slices
@@ -93,5 +94,5 @@ def _deliver(
 
 def _wait(operation: Callable, value: torch.Tensor, peer: int) -> None:
     # In a batch: NCCL makes a communicator of its own for each pair of ranks that sends otherwise.
-    for work in dist.batch_isend_irecv([dist.P2POp(operation, value, peer)]):
+    for work in batch_isend_irecv([dist.P2POp(operation, value, peer)]):
         work.wait()

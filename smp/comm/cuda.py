@@ -38,6 +38,23 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[Work]:
+    """Send and receive as one batch over NCCL, also inside a group of ``smddp``.
+
+    torch's function does so only for groups of exactly its class. Over another it calls one after the other, so that
+    every rank's NCCL first sends, to ranks that do not receive yet: a hang above the size of its buffers.
+    """
+    group: Any = operations[0].group or dist.group.WORLD
+    device = operations[0].tensor.device
+    if type(group) is dist.ProcessGroup or not group._get_backend(device).supports_coalescing:
+        return dist.batch_isend_irecv(list(operations))
+    with dist._coalescing_manager(group, device, async_ops=True) as batch:
+        for each in operations:
+            peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+            each.op(each.tensor, group=group, **peer)
+    return batch.works
+
+
 class GpuCollectives:
     """A group's collectives of tensors on GPUs. Making it and its buffers is collective.
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import pickle
 import weakref
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _distributed_c10d
 
 from smp.comm.arena import LastOperation
 from smp.units import readable
@@ -99,6 +101,26 @@ def last_operations() -> dict[str, list[LastOperation]]:
     It reads shared memory and waits for nobody, so it may be called from any thread while a collective hangs.
     """
     return {group.label: group.last_operations() for group in list(_groups) if group.last_operations()}
+
+
+def nccl_operations() -> list[str]:
+    """Describe the collective that each NCCL group of this rank waits for, or its last one, by torch's flight recorder.
+
+    It asks CUDA for events, with the interpreter's lock: where CUDA hangs, so does this process.
+    """
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)  # not in builds for CPUs
+    found: dict[Any, tuple[str, str]] = {}
+    last = {}
+    for each in pickle.loads(dump(includeStackTraces=False)).get("entries", []) if dump else ():
+        group, number = each["process_group"], each["p2p_seq_id" if each["is_p2p"] else "collective_seq_id"]
+        last[group] = number
+        if group not in found or found[group][1] == "completed":
+            name, sizes = each["profiling_name"].removeprefix("nccl:"), (each["input_sizes"], each["output_sizes"])
+            found[group] = f"{name} #{number} ({sizes[0]} to {sizes[1]})", each["state"]
+    return [
+        f"NCCL group {' '.join(group)}: {what}, {state}; enqueued up to #{last[group]}"
+        for group, (what, state) in found.items()
+    ]
 
 
 def record(operation: str, nbytes: int) -> Any:

@@ -37,7 +37,9 @@ class Guard:
     def __init__(self, config: FaultConfig, launch: Launch, device: torch.device, *, run_dir: Path, timeout: float):
         self._launch, self._timeout, self._run_dir = launch, timeout, run_dir
         self.stop = StopRequest(launch.rank)
-        self.watchdog = Watchdog(launch.rank, timeout=config.watchdog_timeout, operations=comm.last_operations)
+        self.watchdog = Watchdog(
+            launch.rank, timeout=config.watchdog_timeout, operations=comm.last_operations, nccl=comm.nccl_operations
+        )
         self.enter = self.watchdog.enter
         self.nonfinite = NonFinite(config, run_dir)
         self._device = device

@@ -24,6 +24,7 @@ from smp.log import say
 TICK_SECONDS = 0.25
 PUBLISH_SECONDS = 2.0
 NOTICE_SECONDS = 3.0  # how long the main thread has to notice by itself that a peer has died
+NCCL_SECONDS = 30.0  # how long NCCL's recorder may take for the report
 LENIENT = {"start": 6.0, "checkpoint": 6.0}  # loading weights and writing large files take what they take
 
 
@@ -33,12 +34,16 @@ class Watchdog:
     Args:
         timeout: seconds in one phase after which the run ends; 0: no limit.
         operations: the latest collective of every rank, by group, for the report.
+        nccl: those of this rank over NCCL, in sentences.
     """
 
-    def __init__(self, rank: int, *, timeout: float, operations: Callable[[], dict[str, Any]] = dict):
+    def __init__(
+        self, rank: int, *, timeout: float, operations: Callable[[], dict[str, Any]] = dict,
+        nccl: Callable[[], list[str]] = list,
+    ):  # fmt: skip
         self.activity = Activity("start", 0, time.time())
         self.members: Members | None = None
-        self._rank, self._timeout, self._operations = rank, timeout, operations
+        self._rank, self._timeout, self._operations, self._nccl = rank, timeout, operations, nccl
         self._period = min(PUBLISH_SECONDS, timeout / 5) if timeout else PUBLISH_SECONDS
         self._connected = False
         self._entered, self._spent = time.monotonic(), collections.defaultdict[str, float](float)
@@ -139,6 +144,7 @@ class Watchdog:
             if self._timeout and age > self._timeout * LENIENT.get(activity.phase, 1.0):
                 try:
                     self._report(activity, age)
+                    self._print_nccl()
                 finally:
                     os._exit(1)
 
@@ -178,6 +184,15 @@ class Watchdog:
         say(f"Stacks of rank {self._rank}:")
         with contextlib.suppress(RuntimeError, ValueError, OSError):
             faulthandler.dump_traceback(2)
+
+    def _print_nccl(self) -> None:
+        """Print what this rank waits for over NCCL: its recorder, unlike that of smddp, knows of no other rank."""
+        faulthandler.dump_traceback_later(NCCL_SECONDS, exit=True, file=2)  # ends the process also if CUDA blocks it
+        try:
+            for line in self._nccl():
+                say(f"rank {self._rank}: {line}")
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     # --- the thread that tells the others
 

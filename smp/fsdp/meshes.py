@@ -15,9 +15,10 @@ from smp.config import AUTO, ParallelConfig
 from smp.errors import UserError
 from smp.fsdp.options import HYBRID, Options
 from smp.log import get_logger
-from smp.mesh import Mesh, keep_timeout, resolve_mesh, served_device_type
+from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.experts import expert_modules
 from smp.parallel.units import folded_axis
+from smp.process_groups import keep_timeout
 from smp.runtime import local_world_size
 
 logger = get_logger(__name__)

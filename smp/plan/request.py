@@ -272,6 +272,9 @@ def cost(request: Request, plan: LayoutPlan, tokens: int | None, price: float | 
     return cost_of(tokens, step_tokens=plan.tokens, step_seconds=seconds, devices=request.devices, price=price)
 
 
+_UNCOMPILED = "chosen: --compile 0"
+
+
 def notes(request: Request, found: Found) -> Iterator[str]:
     """Yield what a person must know of the plan as a whole."""
     if any(plan.method == CLOSED for _, plan in found.plans) or (found.nearest and found.nearest.method == CLOSED):
@@ -281,6 +284,9 @@ def notes(request: Request, found: Found) -> Iterator[str]:
             yield "Planned in bf16, as a job on GPUs computes, though this machine has none; --bf16 0 plans fp32."
         if request.settings["compile"] is True or any(plan.chosen.get("compile") for _, plan in found.plans):
             yield "Blocks are planned as they run uncompiled; compiled ones take less memory between kernels."
+        chosen = {note for _, plan in found.plans for note in plan.notes}
+        for note in sorted(each for each in chosen if each.startswith(_UNCOMPILED)):
+            yield f"Blocks run uncompiled{note.removeprefix(_UNCOMPILED)}."  # and why
         if (attention := request.settings["attn_implementation"]) in PLANNED_AS_SDPA:
             yield f"Attention is planned with torch's kernels, and not those of --attn_implementation {attention}."
         if request.settings["cpu_offload"]:

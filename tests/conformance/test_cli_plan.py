@@ -32,7 +32,7 @@ class Planner:
     """Plans from a table: GiB allocated for each sample of a micro-batch, by recomputation."""
 
     def __init__(self):
-        self.asked, self.factor, self.chosen = [], 1.0, {}
+        self.asked, self.factor, self.chosen, self.notes = [], 1.0, {}, []
 
     def __call__(self, jobs, **where):
         return [self.plan(words, **where) for words in jobs]
@@ -51,7 +51,7 @@ class Planner:
         )  # fmt: skip
         seconds = 1.5 if mode in kept else 2.0
         step = StepTime(seconds, 0.75 * seconds, 1.25 * seconds, {"compute": seconds}, GIB, 2 * GIB, row.described)
-        return LayoutPlan("", memory, step, 0, "exact" if exact else "blocks", chosen=self.chosen)
+        return LayoutPlan("", memory, step, 0, "exact" if exact else "blocks", self.notes, chosen=self.chosen)
 
 
 @pytest.fixture
@@ -193,6 +193,12 @@ def test_the_title_says_what_was_chosen(planner, call):
     assert "recompute full: " in call(*TINY, "--search", 0)[1]
     planner.chosen = {"activation_checkpointing_mode": "selective", "gc_freq": 0}
     assert "recompute selective: " in call(*TINY, "--search", 0)[1]
+
+
+def test_blocks_that_are_not_compiled_by_default_are_told(planner, call):
+    assert "uncompiled" not in call(*TINY, "--search", 0)[1]
+    planner.notes = ["chosen: --compile 0 (it communicates)", "chosen: --gc_freq 0 (x)"]
+    assert "\nBlocks run uncompiled (it communicates).\n" in call(*TINY, "--search", 0)[1]
 
 
 def test_what_the_seconds_leave_out_is_told(planner, call):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 
 import pytest
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from smp import runtime
+from smp.comm import nccl_operations
 from smp.errors import PeerError
 from smp.faults import watchdog
 from smp.faults.members import Activity, Member, Seen, describe_hang, process_state
@@ -159,6 +162,41 @@ def test_a_phase_has_its_time_and_the_next_one_its_own(monkeypatch, capfd):
     seconds, ended = ticks(watched, monkeypatch, each=each)
     assert ended == [1] and 20 + 2 < seconds <= 20 + 2 + 2 * TICK_SECONDS
     assert "--watchdog_timeout 2: rank 0 has been in 'forward' of step 1 for 2 s" in capfd.readouterr().err
+
+
+class Recorder:
+    """In the place of NCCL's flight recorder: its format of torch 2.13."""
+
+    def __init__(self):
+        self.entries = []
+
+    def add(self, group, name, number, state, *sizes, is_p2p=False):
+        counts = {"collective_seq_id": 0 if is_p2p else number, "p2p_seq_id": number if is_p2p else 0, "is_p2p": is_p2p}
+        sizes = dict(zip(("input_sizes", "output_sizes"), sizes, strict=True))
+        self.entries.append(
+            {"process_group": group, "profiling_name": f"nccl:{name}", "state": state, **counts, **sizes}
+        )
+
+    def __call__(self, *, includeStackTraces):  # noqa: N803
+        return pickle.dumps({"version": "2.10", "entries": self.entries, "pg_status": {}} if self.entries else {})
+
+
+def test_a_rank_says_what_it_waits_for_over_nccl(monkeypatch, capfd):
+    """The host is ahead of the GPU: the collective that hangs is not the last one."""
+    recorder, shard, context = Recorder(), ("1", "mesh_dp_shard"), ("2", "mesh_cp")
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", recorder, raising=False)
+    assert nccl_operations() == []
+    recorder.add(shard, "_all_gather_base", 7, "completed", [[4]], [[8]])
+    recorder.add(context, "send 0->1", 3, "completed", [[2, 2]], [[2, 2]], is_p2p=True)
+    recorder.add(shard, "_all_gather_base", 8, "started", [[16]], [[32]])
+    recorder.add(shard, "_reduce_scatter_base", 9, "scheduled", [[32]], [[16]])
+    watched = Watchdog(1, timeout=2, nccl=nccl_operations)
+    watched.connect(None)
+    assert ticks(watched, monkeypatch)[1] == [1]
+    assert [line for line in capfd.readouterr().err.splitlines() if "NCCL" in line] == [
+        "rank 1: NCCL group 1 mesh_dp_shard: _all_gather_base #8 ([[16]] to [[32]]), started; enqueued up to #9",
+        "rank 1: NCCL group 2 mesh_cp: send 0->1 #3 ([[2, 2]] to [[2, 2]]), completed; enqueued up to #3",
+    ]
 
 
 def test_the_seconds_of_each_phase_are_counted_once(monkeypatch):

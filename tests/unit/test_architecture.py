@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 LAYERS = {
     "smp.errors": 0, "smp.compat.absent": 0,
     "smp.config": 1, "smp.log": 1, "smp.units": 1, "smp.json_input": 1, "smp.yaml_input": 1,
-    "smp.axes": 1, "smp.processes": 1,
+    "smp.axes": 1, "smp.processes": 1, "smp.process_groups": 1,
     "smp.environment": 1,
     "smp.starting": 2, "smp.runtime": 2, "smp.mesh": 2, "smp.local_shards": 1, "smp.models": 2, "smp.loss": 2,
     "smp.comm": 3, "smp.cpu_bf16": 3, "smp.delayed_init": 3, "smp.memory.shape": 3, "smp.memory.warnings": 3,

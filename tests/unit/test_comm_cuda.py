@@ -382,3 +382,45 @@ def _inner_nccl():
 
 def test_the_inner_nccl_knows_its_group_and_its_device():
     run_distributed(_inner_nccl, world_size=3)
+
+
+# --- messages between two ranks
+
+
+class Messages(dist.ProcessGroup):
+    """A group of another class than torch's, which writes down what is asked of it."""
+
+    def __init__(self, *, coalesces: bool):
+        super().__init__(0, 2)
+        self.said, self._backend = [], SimpleNamespace(supports_coalescing=coalesces)
+
+    def _get_backend(self, device):
+        return self._backend
+
+    def _start_coalescing(self, device):
+        self.said.append("start")
+
+    def _end_coalescing(self, device):
+        self.said.append("end")
+        return DONE
+
+    def send(self, tensors, peer, tag):
+        self.said.append(f"send to {peer}")
+        return DONE
+
+    def recv(self, tensors, peer, tag):
+        self.said.append(f"receive from {peer}")
+        return DONE
+
+
+@pytest.mark.parametrize("coalesces", [True, False])
+def test_a_shift_sends_and_receives_as_one_batch(coalesces, monkeypatch):
+    from smp.mesh import Role
+    from smp.parallel.context.functions import _Shift
+
+    group = Messages(coalesces=coalesces)
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_group_ranks, group, {0: 0, 1: 1})
+    sent = torch.ones(2)
+    assert _Shift(sent, Role(2, 0, group)).wait().shape == sent.shape
+    both = ["send to 1", "receive from 1"]
+    assert group.said == (["start", *both, "end"] if coalesces else both)  # gloo needs no batch

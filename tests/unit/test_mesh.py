@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from smp import mesh as mesh_module
 from smp.axes import fit_together
 from smp.config import ParallelConfig
 from smp.errors import ConfigError, UserError
@@ -231,3 +233,25 @@ def _check_groups():
 def test_roles_of_a_mesh_that_is_joined_have_their_groups():
     """Neighbours split a layer, and then a sequence; those that shard are next, replicas furthest apart."""
     run_distributed(_check_groups, world_size=8, timeout=77)
+
+
+@pytest.mark.parametrize("rank", [0, 9])
+def test_nccl_connects_the_groups_on_gpus_in_one_order(rank, monkeypatch):
+    connected, zeros = [], torch.zeros
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
+    monkeypatch.setattr(mesh_module, "served_device_type", lambda: "cuda")
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(dist, "all_reduce", lambda one, group: connected.append(group))
+    try:
+        lay_out(2, 4, 2, 2).join("cpu")
+        assert connected == []
+        mesh = lay_out(2, 4, 2, 2).join("cuda")
+        sizes = [16, 2, 4, 2, 8, 2]  # of the data group, of 4, no tensor on a GPU is reduced
+        roles = [mesh.replicas, mesh.shard, mesh.tp, mesh.loss, mesh.cp]
+        assert connected == [dist.group.WORLD, *(role.group for role in roles)]
+        assert [group.size() for group in connected] == sizes and mesh.data.size == 4
+        connected.clear()
+        lay_out(1, 16).join("cuda")  # groups of all ranks are one, and those of one rank connect nothing
+        assert connected == [dist.group.WORLD]
+    finally:
+        dist.destroy_process_group()

@@ -183,6 +183,7 @@ def groups_on_gpu():
             look()
         smp.init_process_group()
         look()
+        assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"  # NCCL's flight recorder, for the report of a hang
         dist.destroy_process_group()
     return found
 

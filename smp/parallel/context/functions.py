@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 
-from smp.comm.cuda import all_gather_single, reduce_scatter_single
+from smp.comm.cuda import all_gather_single, batch_isend_irecv, reduce_scatter_single
 from smp.mesh import Role
 from smp.parallel.context.kernels import (
     Attended,
@@ -205,7 +205,7 @@ class _Shift:
     def __init__(self, tensor: torch.Tensor, role: Role):
         self.sent, self.received = tensor, torch.empty_like(tensor)
         towards, source = (role.rank + 1) % role.size, (role.rank - 1) % role.size
-        self.works = dist.batch_isend_irecv([
+        self.works = batch_isend_irecv([
             dist.P2POp(dist.isend, tensor, group=role.group, group_peer=towards),
             dist.P2POp(dist.irecv, self.received, group=role.group, group_peer=source),
         ])  # fmt: skip
