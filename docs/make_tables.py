@@ -1,7 +1,8 @@
 """Write the pages that are made from tables in the code: ``make docs``.
 
 With ``--models [RESULTS.jsonl [TYPE ...]]``: docs/models.md instead, by trying every causal language model of
-transformers. Types whose result is in the file are not tried again.
+transformers. Types whose result is in the file are not tried again. With ``--families [RESULTS.jsonl [NAME ...]]``: the
+table of published families in that page.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import pathlib
 import sys
 import tempfile
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -123,18 +125,19 @@ def _flag_row(name: str, flag: arguments.Flag) -> list[str]:
     return [names, flag.allowed, f"`{arguments.default_text(flag)}`", kind, ON_RESUME[name], meaning]
 
 
-def models_page(arguments: list[str]) -> None:
+def models_page(maker: Any, arguments: list[str]) -> None:
     """Write ``docs/models.md``: some ten minutes; types that a file of earlier results has are not tried again."""
-    import models_page as maker
-
     with tempfile.TemporaryDirectory() as folder:
         results = pathlib.Path(arguments[0] if arguments else f"{folder}/models.jsonl")
         maker.write(ROOT / "docs" / "models.md", results, arguments[1:])
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--models"]:
-        models_page(sys.argv[2:])
+    if sys.argv[1:2] in (["--models"], ["--families"]):
+        from docs import families_page
+        from docs import models_page as types_page
+
+        models_page(types_page if sys.argv[1] == "--models" else families_page, sys.argv[2:])
         sys.exit()
     (ROOT / "docs" / "flags.md").write_text(flags_page(), encoding="utf-8")
     (ROOT / "docs" / "smp_v2_names.md").write_text(names_page(), encoding="utf-8")

@@ -15,6 +15,8 @@ import tempfile
 import time
 from typing import Any
 
+from docs.families_page import section_of
+
 SECONDS = 120  # of one type
 AT_ONCE = 2
 PARTS = {
@@ -137,13 +139,18 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
-def page(results: list[dict[str, Any]]) -> str:
-    """Return the text of docs/models.md."""
+def page(results: list[dict[str, Any]], families: str = "") -> str:
+    """Return the text of docs/models.md.
+
+    Args:
+        results: of the types.
+        families: the section of published families.
+    """
     results = sorted(results, key=lambda result: result["type"])
     tried = [result for result in results if "shard" in result]
     whole = [result for result in results if "shard" not in result]
     version, date = importlib.metadata.version("transformers"), datetime.datetime.now(datetime.UTC).date()
-    lines = [HEAD.format(version=version, date=date), "## Counts", ""]
+    lines = [HEAD.format(version=version, date=date), *([families] if families else []), "## Counts", ""]
     counts = {
         "types": len(results),
         **{f"work {name}": sum(r[part][0] == "works" for r in tried) for part, name in PARTS.items()},
@@ -176,4 +183,6 @@ def write(file: pathlib.Path, results: pathlib.Path, types: list[str]) -> None:
     """
     known = {r["type"] for r in map(json.loads, results.read_text().splitlines())} if results.exists() else set()
     check_types([name for name in types or all_types() if name not in known], results)
-    file.write_text(page([json.loads(line) for line in results.read_text().splitlines()]), encoding="utf-8")
+    families = section_of(file.read_text(encoding="utf-8")) if file.exists() else ""
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    file.write_text(page(found, families), encoding="utf-8")

@@ -224,13 +224,13 @@ def _in_rank(folder: str, check: Callable[..., None], args: tuple[Any, ...]) -> 
         raise
 
 
-def outcome(check: Callable[..., None], *args: Any) -> list[str]:
-    """Run a check on two ranks; returns ``works``, ``refused`` or ``fails``, and why."""
+def outcome(check: Callable[..., None], *args: Any, world_size: int = 2) -> list[str]:
+    """Run a check on ranks; returns ``works``, ``refused`` or ``fails``, and why."""
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(AssertionError):
-            run_distributed(_in_rank, folder, check, args, world_size=2, timeout=60, limit=110)
+            run_distributed(_in_rank, folder, check, args, world_size=world_size, timeout=60, limit=110)
         found = [json.loads(file.read_text()) for file in sorted(pathlib.Path(folder).glob("outcome*.json"))]
-    if len(found) < 2 and all(kind == "works" for kind, _ in found):
+    if len(found) < world_size and all(kind == "works" for kind, _ in found):
         return ["fails", "a rank ended without a word"]
     # A rank that fails breaks the connections of the other.
     return max(found, key=lambda one: (one[0] != "works", "onnect" not in one[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from smp.models.file_names import FileNames
 from smp.models.stored_weights import open_weights
 from smp.models.weight_files import weight_map
 
+logger = logging.getLogger(__name__)
 Dtype = torch.dtype | Mapping[str, torch.dtype] | None
 Read = Callable[[str], torch.Tensor]
 
@@ -93,11 +95,15 @@ def passed_tensors(weights: Path, names: FileNames) -> list[FileTensor]:
 def with_passed(tensors: Iterable[FileTensor], weights: Path, names: FileNames) -> list[FileTensor]:
     """Return the tensors of an export with those of pretrained files that it has as they are.
 
-    The former under the keys of those files, which may be of an older form than transformers writes.
+    The former under the keys of those files, which may be of an older form than transformers writes. Without files that
+    have gone: a larger model's are missed before.
 
     Raises:
         UserError: as :func:`passed_tensors`.
     """
+    if not weights.exists():
+        logger.warning("%s has gone: its tensors of multi-token prediction, if it has any, are not written", weights)
+        return [*tensors]
     keys = {names.module_key(key): key for key in weight_map(weights) if not names.passes(key)}
     own = [each._replace(key=keys.get(names.module_key(each.key), each.key)) for each in tensors]
     return [*own, *passed_tensors(weights, names)]

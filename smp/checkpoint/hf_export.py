@@ -337,10 +337,11 @@ def export_hf(
     whole, beside_weights = _whole_of(None if text_only else weights, hf_config)
     names = names_by(whole, family, weights)
     names.check(directory, "have transformers' save_pretrained write it")
+    passing = None if text_only and hasattr(hf_config, PART_OF) else weights
     quantised = None if quantize is None else _of_main(lambda: form_of(quantize, weights, names, text_only=text_only))
     files, apart = _planned(
         parameters, added, names,
-        dtype=dtype, weights=weights, max_shard_bytes=max_shard_bytes, quantised=quantised,
+        dtype=dtype, weights=passing, max_shard_bytes=max_shard_bytes, quantised=quantised,
     )  # fmt: skip
     hf_config = _tied_as_weights(hf_config, family, parameters)
 

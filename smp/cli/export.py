@@ -248,7 +248,7 @@ def _write(
         generation = generation_dir_of(*model_dirs(manifest), directory_of(base))
         _check_named(generation, pretrained_files(None, generation), checkpoint, options.base)
         weights = base or next(iter(_paths(manifest, _WEIGHTS)), None)
-        if weights is not None and names_in(weights, family_of(hf_config)).has_passed:
+        if weights is not None and weights.exists() and names_in(weights, family_of(hf_config)).has_passed:
             files = weight_map(weights) | passed_beside(weights)
             _check_named(directory_of(weights), files, checkpoint, options.base)
         export_hf(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -242,6 +245,29 @@ def _linear_layers(model: nn.Module, blocks: list[str]) -> tuple[dict[str, nn.Mo
     return layers, {path: model.get_submodule(path) for path in {path.rpartition(".")[0] for path in layers}}
 
 
+@functools.cache
+def _weights_read(module: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the parts of a module whose weights its code reads, as to hand them to a kernel."""
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):  # made by a program, not written in a file
+        return frozenset()
+    return frozenset(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device)\b)", source))
+
+
+def _uncalled(layers: Iterable[str], around: dict[str, nn.Module], called: set[str]) -> tuple[str, ...]:
+    """Return the layers whose weight the module around them reads: in the forward, or for a kernel that it may have.
+
+    Mamba's kernels are given the weights of layers that are called without the kernels.
+    """
+    parts = {path: path.rpartition(".") for path in layers}
+    return tuple(
+        path
+        for path, (parent, _, name) in parts.items()
+        if (path not in called and parent in called) or name in _weights_read(type(around[parent]))
+    )
+
+
 def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
     """Derive the family of a causal language model.
 
@@ -294,5 +320,5 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
         full_sequence_embedding=True,
         logits=_logits(model),
         file_names=file_names_of(model),
-        uncalled=tuple(p for p in layers if p not in called and p.rpartition(".")[0] in called),
+        uncalled=_uncalled(layers, around, called),
     )

@@ -68,7 +68,7 @@ class Family:
             block of all tokens, as where positions are added to the embedding; else of its own tokens.
         logits: what becomes of the head's outputs; None: it is found by the model's forward, for a loss in chunks.
         file_names: names of parameters in files, where they differ from the model's.
-        uncalled: paths of linear layers that no forward calls, as the module around them reads their weights itself.
+        uncalled: paths of linear layers whose weights the module around them, or a kernel of it, reads itself.
     """
 
     name: str

@@ -20,6 +20,10 @@ _OLD_BUFFERS = (
     r"(^|\.)(self_)?(attn|attention)\.(bias|masked_bias|causal_mask)$",
 )
 
+# In transformers' patterns of keys that it skips: layers of multi-token prediction, by that name or by their number,
+# which is that of a layer of a larger model, too.
+_PREDICTS = r"mtp|layers\\\.\d+"
+
 # Put into the names of modules by wrappers, whose own hooks take it out of the keys of a state dict.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -225,10 +229,13 @@ def file_names_of(model: Any) -> FileNames:
     by_shape = tuple(
         e for t, e in known.items() if any(getattr(o, "check_dims", 0) for o in getattr(t, "operations", ()))
     )
+    ignored = sorted(model._keys_to_ignore_on_load_unexpected or ())
+    passed = tuple(p for p in ignored if re.search(_PREDICTS, p) and not any(re.search(p, name) for name in parameters))
     names = FileNames(
         to_module=tuple(_rename(transform) for transform in reading if type(transform) in plain),
         to_file=tuple(_rename(transform.reverse_transform()) for transform in writing if type(transform) in plain),
-        unused=(*_OLD_BUFFERS, *sorted(model._keys_to_ignore_on_load_unexpected or ())),
+        unused=(*_OLD_BUFFERS, *ignored),
+        passed=passed,
         conversions=tuple(each for each in known.values() if each not in by_shape),
         by_shape=by_shape,
     )

@@ -15,6 +15,7 @@ from smp.models.text_part import PartNames
 from smp.models.weight_files import ADAPTER_CONFIG
 
 WEIGHTS = "adapter_model.safetensors"
+WEIGHT = ".weight"  # behind the name of a layer that is one of target_parameters
 ALL_LINEAR, NO_LAYERS = "all-linear", "none"
 _OBEYED = {
     "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "trainable_token_indices",
@@ -65,10 +66,12 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
                 f"trained without it, or merge it with peft's merge_and_unload"
             )
     tokens = {number for ids in _indices(file, found).values() for number in ids}
-    parameters = _names(file, found, "target_parameters")
+    given = _names(file, found, "target_parameters")
+    parameters = tuple(name for name in given if not name.endswith(WEIGHT))
+    layers = [name.removesuffix(WEIGHT) for name in given if name.endswith(WEIGHT)]
     return {
         **theirs,
-        "lora_target_modules": _targets(file, found.get("target_modules"), parameters),
+        "lora_target_modules": _targets(file, found.get("target_modules"), layers, parameters),
         "lora_target_parameters": parameters,
         "lora_train_tokens": tuple(sorted(map(str, tokens))),
         "lora_modules_to_save": _names(file, found, "modules_to_save"),
@@ -143,9 +146,9 @@ def _is_left_out(name: str, value: Any) -> bool:
     return value is None or value is False or value in ("", [], {}) or (name == "bias" and value == "none")
 
 
-def _targets(file: pathlib.Path, value: Any, parameters: tuple[str, ...]) -> tuple[str, ...]:
-    if parameters and not value:
-        return (NO_LAYERS,)
+def _targets(file: pathlib.Path, value: Any, layers: list[str], parameters: tuple[str, ...]) -> tuple[str, ...]:
+    if not value and (layers or parameters):
+        return tuple(layers) or (NO_LAYERS,)
     if value == ALL_LINEAR:
         return (ALL_LINEAR,)
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -153,7 +156,7 @@ def _targets(file: pathlib.Path, value: Any, parameters: tuple[str, ...]) -> tup
             f"{file}: target_modules is {value!r}, and a list of the ends of layers' names is known here, or "
             f"{ALL_LINEAR!r}, no regular expression: write the names that it matches there"
         )
-    return tuple(sorted(value))
+    return tuple(sorted({*value, *layers}))
 
 
 def target_names(model: nn.Module, paths: Collection[str], names: FileNames) -> list[str]:

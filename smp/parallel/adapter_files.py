@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -17,19 +17,22 @@ from smp.config import Settings
 from smp.delayed_init import values_rule
 from smp.errors import UserError
 from smp.models.added import AddedParameter
+from smp.models.experts import expert_modules
 from smp.models.family import Family
 from smp.models.file_names import FileNames, Rename
 from smp.models.init_rules import InitRule
 from smp.models.model_config import ModelConfig
 from smp.models.text_part import PartNames, names_in
 from smp.models.weight_files import ADAPTER_CONFIG
-from smp.parallel.adapter_config import WEIGHTS, target_names
+from smp.parallel.adapter_config import WEIGHT, WEIGHTS, target_names
 from smp.parallel.linear import is_transposed
 from smp.parallel.lora_config import Config
 from smp.parallel.token_rows import ROWS
 
 # Trained rows are stored as rows by peft, too, though it calls them differences.
 _ROWS_KEY = "token_adapter.trainable_tokens_delta"
+# Of peft's utils/transformers_weight_conversion.py: what experts were called while each had layers of its own.
+_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 NAMES = FileNames(
     to_module=(
         Rename(r"^base_model\.model\.", ""),
@@ -116,6 +119,17 @@ class GivenAdapter:
         return values_rule(values)
 
 
+def taken_for_experts(model: nn.Module, targets: Iterable[str]) -> list[str]:
+    """Return the layers that peft takes for those of routed experts, so that it leaves their factors out.
+
+    It takes their weights, as ``target_parameters``, for what they are.
+
+    Args:
+        targets: ends of names of layers.
+    """
+    return sorted(t for t in targets if t.rpartition(".")[2] in _OF_EXPERTS) if expert_modules(model) else []
+
+
 def config_text(
     model: nn.Module,
     family: Family,
@@ -132,12 +146,15 @@ def config_text(
     """
     base = base_of(model, settings)
     names = names_in(pathlib.Path(base), family) if base and os.path.isdir(base) else family.file_names
+    targets = target_names(model, layers, names)
+    as_weights = [] if config.lora_dropout else taken_for_experts(model, targets)  # peft has no dropout beside weights
+    parameters = [*config.lora_target_parameters, *(f"{name}{WEIGHT}" for name in as_weights)]
     return json.dumps(
         {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank, "lora_alpha": config.lora_alpha,
             "lora_dropout": config.lora_dropout, "use_rslora": config.lora_use_rslora, "bias": "none",
-            "target_modules": target_names(model, layers, names), "base_model_name_or_path": base,
-            **({"target_parameters": list(config.lora_target_parameters)} if config.lora_target_parameters else {}),
+            "target_modules": [name for name in targets if name not in as_weights], "base_model_name_or_path": base,
+            **({"target_parameters": parameters} if parameters else {}),
             "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True, **beside,
         },
         indent=2,

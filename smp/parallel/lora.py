@@ -33,7 +33,7 @@ from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel import expert_adapters, nf4, trained_beside
 from smp.parallel.adapter import Adapter
 from smp.parallel.adapter_config import ALL_LINEAR, NO_LAYERS, WEIGHTS, other_base
-from smp.parallel.adapter_files import GivenAdapter, base_of, config_text, names_beside
+from smp.parallel.adapter_files import GivenAdapter, base_of, config_text, names_beside, taken_for_experts
 from smp.parallel.linear import is_transposed, product_of, replace_product
 from smp.parallel.lora_config import Config
 from smp.parallel.refusals import require_model
@@ -54,8 +54,16 @@ def warn_of_base(adapter_path: str, base: str) -> None:
 
 
 def log_reach(model: nn.Module, family: Family, config: Config) -> None:
-    """Log which layers of a mixture get adapters, and which matrices of its routed experts, which are no layers."""
-    if not config.lora_rank or not expert_modules(model):
+    """Log which layers get no adapters that have a reason, and of a mixture which do, with the routed experts."""
+    if not config.lora_rank:
+        return
+    if config.lora_target_modules == (ALL_LINEAR,) and family.uncalled:
+        left = sorted({path.rpartition(".")[2] for path in family.uncalled})
+        logger.info(
+            "--lora_target_modules %s: no adapters of %s, whose weights the model or its kernels read without calling "
+            "the layer.", ALL_LINEAR, ", ".join(left),
+        )  # fmt: skip
+    if not expert_modules(model):
         return
     every = {name.rpartition(".")[2] for name in expert_adapters.matrices(model)}
     found = {name for names in expert_adapters.target_parameters(model, config).values() for name in names}
@@ -67,6 +75,11 @@ def log_reach(model: nn.Module, family: Family, config: Config) -> None:
         "--lora_target_modules %s: adapters of %s. %s",
         " ".join(config.lora_target_modules), ", ".join(sorted(reached)) or "no layers", said,
     )  # fmt: skip
+    if config.lora_dropout and (taken := taken_for_experts(model, reached)):
+        logger.warning(
+            "peft takes adapters of %s for those of routed experts, and leaves them out, where there was dropout: let "
+            "it load the merged model (--save_merged_model 1), or train with --lora_dropout 0.", ", ".join(taken),
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -86,12 +99,12 @@ def left_out(model: nn.Module) -> Iterator[None]:
 
 
 def linear_layers(model: nn.Module, family: Family) -> dict[str, nn.Module]:
-    """Return the linear layers of the blocks by path."""
+    """Return the linear layers of the blocks by path, but for routers of experts, which return more than a product."""
     blocks = model.get_submodule(family.blocks)
     return {
         f"{family.blocks}.{path}": module
         for path, module in blocks.named_modules()
-        if isinstance(module, nn.Linear) or is_transposed(module)
+        if (isinstance(module, nn.Linear) and not hasattr(module, "top_k")) or is_transposed(module)
     }
 
 
@@ -104,7 +117,9 @@ def target_layers(model: nn.Module, family: Family, config: Config) -> dict[str,
     layers, targets = linear_layers(model, family), config.lora_target_modules
     if targets == (NO_LAYERS,) and config.lora_target_parameters:
         return {}
-    found = layers if targets == (ALL_LINEAR,) else _matching(layers, config)
+    if targets == (ALL_LINEAR,):
+        return {path: layer for path, layer in layers.items() if path not in family.uncalled}
+    found = _matching(layers, config)
     if uncalled := [path for path in family.uncalled if path in found]:
         source = "--lora_target_modules" if config.adapter_path is None else f"{config.adapter_path}/{ADAPTER_CONFIG}"
         others = sorted({path.rpartition(".")[2] for path in layers if path not in family.uncalled})

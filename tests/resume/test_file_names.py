@@ -22,6 +22,7 @@ from smp.models.file_names import buffers_of, file_names_of
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model, family_of
 from smp.pretrained import load_pretrained_
+from tests import experts
 from tests.job import run_job
 
 SHAPE = {
@@ -275,3 +276,22 @@ def test_infinite_numbers_are_read_as_transformers_writes_them(tmp_path):
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["rope_parameters"]["rope_theta"] == {"__float__": "Infinity"}
     assert checked_config(tmp_path, content).rope_parameters["rope_theta"] == float("inf")
+
+
+def test_tensors_of_multi_token_prediction_are_exported_again(tmp_path, caplog):
+    plain = experts.build("glm4_moe", torch.float32)
+    plain.save_pretrained(tmp_path / "base")
+    file, key = tmp_path / "base/model.safetensors", "model.layers.46.eh_proj.weight"
+    tensors = load_file(file) | {key: torch.rand(4, 8)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = build_model(plain.config, attn_implementation=None)
+    load_pretrained_(model, tmp_path / "base", hf_config=plain.config)
+    export_hf(model, tmp_path / "out", weights=tmp_path / "base")
+    after = load_file(tmp_path / "out/model.safetensors")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in after)
+    export_hf(model, tmp_path / "again", weights=tmp_path / "gone")
+    assert load_file(tmp_path / "again/model.safetensors").keys() == tensors.keys() - {key}
+    assert "gone has gone: its tensors of multi-token prediction, if it has any, are not written" in caplog.text
+    with torch.device("meta"):
+        larger = AutoModelForCausalLM.from_config(experts.config_of("glm4_moe", num_hidden_layers=47))
+    assert family_of(plain.config).file_names.passes(key) and not file_names_of(larger).passes(key)

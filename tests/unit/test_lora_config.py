@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import pathlib
 import shutil
 from typing import Any
@@ -26,7 +27,7 @@ from smp.models.registry import build_model
 from smp.optim.config import OptimConfig
 from smp.optim.optimizers import build_optimizer
 from smp.parallel.adapter_config import read_settings, target_names
-from tests import zoo
+from tests import experts, zoo
 from tests.flags import parse
 from tests.reference import build_reference, global_batch, relative
 from tests.unit.test_pretrained import reference_model
@@ -254,17 +255,36 @@ def test_an_adapters_folder_is_one_of_pefts(tmp_path, capsys):
             resolve_model(ModelConfig(**{name: str(folder)}))
 
 
-@pytest.mark.parametrize(("model_type", "layer"), [("mamba", "backbone.layers.0.mixer.dt_proj"), ("trocr", None)])
-def test_layers_that_no_forward_calls_get_no_adapter(model_type, layer):
-    """Mamba reads the weight of one; what TrOCR does not call has no caller at all in a decoder alone."""
-    model = build_model(zoo.tiny_config(model_type), attn_implementation="eager")
-    if layer is None:
-        assert layers(smp.lora(model, 2))
-        return
-    for targets in ("all-linear", ["dt_proj"]):
-        with pytest.raises(UserError, match=f"has {layer}, whose weight the model reads without calling the layer"):
-            smp.lora(model, 2, target_modules=targets)
-    assert layers(smp.lora(model, 2, target_modules=["in_proj"]))
+@pytest.mark.parametrize(
+    ("model_type", "left_out"),
+    [
+        ("mamba", {"x_proj", "dt_proj", "out_proj"}),  # the last and the first are read by its kernel alone
+        ("nemotron_h", {"out_proj"}),
+        ("llama4_text", {"router"}),
+        ("trocr", set()),  # has layers without any caller in a decoder alone
+    ],
+)
+def test_layers_whose_weights_are_read_beside_them_get_no_adapter(model_type, left_out):
+    plain = build_model(zoo.tiny_config(model_type), attn_implementation="eager")
+    every = {path.rpartition(".")[2] for path, module in plain.named_modules() if isinstance(module, nn.Linear)}
+    for name in left_out - {"router"}:
+        with pytest.raises(UserError, match=rf"\S+{name}, whose weight the model reads without calling the layer"):
+            smp.lora(plain, 2, target_modules=[name])
+    reached = {path.rpartition(".")[2] for path in layers(smp.lora(plain, 2))}
+    assert left_out <= every and reached and not left_out & reached
+
+
+def test_adapters_of_shared_experts_are_of_weights_as_peft_takes_their_names_for_routed_ones(tmp_path, caplog):
+    model = smp.lora(experts.build("glm4_moe", torch.float32), 2)
+    export_hf(model, tmp_path / "adapter")
+    found = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert found["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert found["target_parameters"] == ["down_proj.weight", "gate_proj.weight", "up_proj.weight"]
+    again = smp.lora(experts.build("glm4_moe", torch.float32), adapter_path=tmp_path / "adapter")
+    assert layers(again) == layers(model) and "peft takes" not in caplog.text
+    with caplog.at_level(logging.WARNING, "smp"):
+        smp.lora(experts.build("glm4_moe", torch.float32), 2, dropout=0.1)
+    assert "peft takes adapters of down_proj, gate_proj, up_proj for those of routed experts" in caplog.text
 
 
 def test_a_checkpoint_of_adapters_needs_the_space_of_what_it_contains(tmp_path):

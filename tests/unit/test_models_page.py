@@ -8,6 +8,10 @@ import sys
 
 import pytest
 
+from docs import families_page
+from tests.families import FAMILIES
+from tests.family_checks import PARTS
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
@@ -72,3 +76,29 @@ def test_the_page_counts_what_works_and_gives_reasons(maker, tmp_path):
         "| `m2` | mixture (B(2)) |",
     ):
         assert row in text, row
+
+
+def test_the_page_has_a_row_of_each_published_family_and_none_that_fails():
+    section = families_page.section_of((ROOT / "docs" / "models.md").read_text())
+    rows = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| family ")]
+    names = [name for row in rows for name in row.split(" | ")[0].removeprefix("| ").split(", ")]
+    assert len(rows) == 15 and names == [*FAMILIES] and "**fails**" not in section
+    assert all(row.count(" | ") == len(PARTS) for row in rows)
+
+
+def test_a_family_is_a_row_with_what_does_not_hold():
+    good = {"name": "A", **{part: ["works", ""] for part in PARTS}, "image": ["none", ""]}
+    bad = {**good, "name": "B", "chats": ["fails", "the loss"], "peft": ["refused", "no"]}
+    assert families_page.row([good]) == "| A | ✓ | ✓ | ✓ | ✓ | ✓ | ✓ | ✓ | – | ✓ |"
+    row = "| A, B | ✓ | ✓ | ✓ | ✓; B: **fails** | ✓ | ✓ | ✓ | – | ✓; B: refused |"
+    assert families_page.row([good, bad]) == row
+    assert families_page.row([bad]).endswith("| – | B: refused |")
+
+
+def test_the_section_of_families_stays_where_types_are_tried_again(maker, tmp_path):
+    section = f"{families_page.BEGIN}\nit\n{families_page.END}\n"
+    (tmp_path / "models.md").write_text(f"# Models\n\n{section}\n## Counts\n")
+    result = {"type": "good", **{part: ["works", ""] for part in ("family", *maker.PARTS)}}
+    (tmp_path / "results.jsonl").write_text(json.dumps(result) + "\n")
+    maker.write(tmp_path / "models.md", tmp_path / "results.jsonl", ["good"])
+    assert families_page.section_of((tmp_path / "models.md").read_text()) == section
