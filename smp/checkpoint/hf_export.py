@@ -48,7 +48,7 @@ from smp.models.added import (
 from smp.models.family import Family
 from smp.models.file_names import FileNames, buffers_of, parameters_of
 from smp.models.registry import family_of
-from smp.models.text_part import content_of_whole, names_by, passed_beside, require_whole
+from smp.models.text_part import PART_OF, content_of_whole, names_by, passed_beside, require_whole
 from smp.parallel.refusals import require_model
 from smp.parallel.sharding import reshard
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -264,7 +264,7 @@ def _uncalled(layers: Iterable[str], around: dict[str, nn.Module], called: set[s
     return tuple(
         path
         for path, (parent, _, name) in parts.items()
-        if (path not in called and parent in called) or name in _weights_read(type(around[parent]))
+        if (path not in called and parent in called) or name in _weights_read(cast(Any, type(around[parent])))
     )
 
 
