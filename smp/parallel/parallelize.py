@@ -30,6 +30,7 @@ from smp.parallel import (
     compile_blocks,
     context,
     experts,
+    fp8,
     lora,
     loss,
     offload,
@@ -49,6 +50,7 @@ TECHNIQUES: list[Technique] = [
     context,
     attention,
     experts,
+    fp8,
     tensor,
     activation_checkpoint,
     compile_blocks,
@@ -64,6 +66,7 @@ CHOOSERS: list[Chooser] = [
     activation_checkpoint.choose,
     loss.choose,
     sharding.choose,
+    fp8.choose,
     tensor.choose,
     allocator.choose,
 ]
