@@ -67,12 +67,8 @@ def lacking(config: Config, device: torch.device) -> list[str]:
         return []
     if not is_installed():
         return [f"--fp8 1 computes with torchao, which is not installed: {INSTALL}, or leave it out"]
-    needed, since = _MX_CAPABILITY if config.fp8_recipe == MX else _CAPABILITY
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < needed:
-        has, least = (".".join(map(str, each)) for each in (capability, needed))
-        advice = "another recipe" if config.fp8_recipe == MX else "--bf16 1 alone"
-        return [f"--fp8 1 --fp8_recipe {config.fp8_recipe} needs a GPU of compute capability {least} ({since}) or "
-                f"higher, and this one has {has}: use {advice}"]  # fmt: skip
+    if device.type == "cuda" and (found := too_old(config, torch.cuda.get_device_capability(device))):
+        return found
     try:
         from smp.parallel import fp8_products
 
@@ -82,6 +78,17 @@ def lacking(config: Config, device: torch.device) -> list[str]:
         return [f"--fp8 1 --fp8_recipe {config.fp8_recipe}: this torchao has no such casts where 0.18 has them "
                 f"({error}): {INSTALL}==0.18.0"]  # fmt: skip
     return []
+
+
+def too_old(config: Config, capability: tuple[int, int] | None) -> list[str]:
+    """Return why a GPU has no such products, by its compute capability; None: a CPU, which emulates them."""
+    needed, since = _MX_CAPABILITY if config.fp8_recipe == MX else _CAPABILITY
+    if not config.fp8 or capability is None or capability >= needed:
+        return []
+    has, least = (".".join(map(str, each)) for each in (capability, needed))
+    advice = "another recipe" if config.fp8_recipe == MX else "--bf16 1 alone"
+    return [f"--fp8 1 --fp8_recipe {config.fp8_recipe} needs a GPU of compute capability {least} ({since}) or higher, "
+            f"and this one has {has}: use {advice}"]  # fmt: skip
 
 
 def _sizes(layer: Any) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from smp.config import ParallelConfig, Settings
+from smp.errors import ConfigError
 from smp.memory.shape import Moment, Workload
 from smp.mesh import lay_out
 from smp.models.model_config import resolve_model
@@ -19,6 +20,7 @@ from smp.parallel.parallelize import shape_of
 from smp.parallel.technique import Setup
 from smp.plan.closed_time import step_time
 from smp.plan.devices import DEVICES
+from smp.plan.request import read_request
 from tests.flags import check, hf, one_process, parse, plan_of
 from tests.job import LLAMA
 from tests.unit.test_smp_v2_command_lines import said
@@ -56,6 +58,11 @@ def test_gpus_without_fp8_are_refused(recipe, capability, sentence, installed, m
     (found,) = fp8.lacking(fp8.Config(fp8=True, fp8_recipe=recipe), CUDA)
     assert found.startswith(f"--fp8 1 --fp8_recipe {recipe} needs a GPU") and sentence in found
     assert fp8.lacking(fp8.Config(), CUDA) == []
+    row = dataclasses.replace(DEVICES["h100"], capability=capability)
+    words = [*LLAMA, "--fp8", 1, "--fp8_recipe", recipe]
+    with pytest.raises(ConfigError) as refused:
+        read_request(list(map(str, words)), row, nodes=1, local=8)
+    assert refused.value.problems == [found]
 
 
 def problems(words, *sections, tp=1, **changes):
