@@ -92,9 +92,8 @@ def too_old(config: Config, capability: tuple[int, int] | None) -> list[str]:
 
 
 def _sizes(layer: Any) -> tuple[int, int]:
-    """Return outputs and inputs."""
-    first, second = layer.weight.shape
-    return (second, first) if is_transposed(layer) else (first, second)
+    """Return outputs and inputs; a weight in 4 bits has another shape."""
+    return (layer.nf, layer.nx) if is_transposed(layer) else (layer.out_features, layer.in_features)
 
 
 def _aligned(setup: Setup) -> int:
@@ -171,7 +170,8 @@ def apply(model: nn.Module, setup: Setup) -> None:
     if _casts_once(mesh, setup.settings):
         frozen = {id(taken[path]): product for path, product in products.items() if _keeps(taken[path])}
         for block in model_blocks(model, setup.family):
-            cast_frozen_once(block, [(each, frozen[id(each)]) for each in block.modules() if id(each) in frozen])
+            if inside := [(each, frozen[id(each)]) for each in block.modules() if id(each) in frozen]:
+                cast_frozen_once(block, inside)
     _log(config, model, taken, others, emulated=device == "cpu")
 
 

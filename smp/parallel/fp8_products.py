@@ -209,6 +209,7 @@ def cast_frozen_once(block: nn.Module, layers: Sequence[tuple[Any, Fp8]]) -> Non
     Not in the products, whose code may be compiled and is run again by recomputation.
     """
 
+    @torch.inference_mode(False)  # a first forward may validate
     @torch.no_grad()
     def cast(*_: Any) -> None:
         handle.remove()

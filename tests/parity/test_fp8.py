@@ -283,6 +283,16 @@ def test_routers_and_routed_experts_are_not(caplog):
     assert "the routed experts are not in fp8" in caplog.text
 
 
+def test_weights_in_4_bits():
+    from tests.parity.test_qlora import build
+
+    plain = smp.lora(build(torch.float32), 2, quantize="nf4")
+    model = prepared(smp.lora(build(torch.float32), 2, quantize="nf4"))
+    found, wanted = step(model), step(plain)
+    assert all(torch.equal(a, b) or 1e-6 < relative(a - b, b) < 0.3 for a, b in zip(found, wanted, strict=True))
+    assert not torch.equal(found[0], wanted[0])
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_selective_recomputation_keeps_as_many_products(recipe):
     counts = []

@@ -38,9 +38,10 @@ def test_a_run_goes_on_with_fp8_and_without_and_at_any_layout(tmp_path):
     assert on == pytest.approx(plain[2:], rel=2e-3)
     off, said = resumed("fp8", "off")
     assert "Changed since the checkpoint: fp8 True -> False" in said and off == pytest.approx(in_fp8[2:], rel=2e-3)
+    # A last bit of a sum may round a value to the next one of fp8, of which a step is a sixteenth.
     for name, words in (("tp", ["--tensor_parallel_degree", 2]), ("shard", [])):
         other, _ = resumed("fp8", name, "--fp8", 1, *words, world_size=2)
-        assert other == pytest.approx(in_fp8[2:], rel=1e-5), name
+        assert other == pytest.approx(in_fp8[2:], rel=1e-4), name
 
 
 @pytest.mark.slow
