@@ -101,7 +101,7 @@ def one_process(words: Words) -> Iterator[Any]:
         resolved = resolve_model(config.model)
         model = prepare_model(
             resolved, mesh=mesh, settings=Settings(
-                (config.parallel, config.activation, config.loss, config.lora, config.optim)
+                (config.parallel, config.activation, config.loss, config.lora, config.optim, config.fp8)
             ),
             dtype=compute_dtype(config.precision, device), device=device, seed=config.run.seed, load_weights=True,
         )  # fmt: skip

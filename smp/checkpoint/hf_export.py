@@ -340,9 +340,8 @@ def export_hf(
     passing = None if text_only and hasattr(hf_config, PART_OF) else weights
     quantised = None if quantize is None else _of_main(lambda: form_of(quantize, weights, names, text_only=text_only))
     files, apart = _planned(
-        parameters, added, names,
-        dtype=dtype, weights=passing, max_shard_bytes=max_shard_bytes, quantised=quantised,
-    )  # fmt: skip
+        parameters, added, names, dtype=dtype, weights=passing, max_shard_bytes=max_shard_bytes, quantised=quantised
+    )
     hf_config = _tied_as_weights(hf_config, family, parameters)
 
     with contextlib.ExitStack() as stack:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-_NO_FP8 = "fp8 is out of scope for now; leave it "
+_DYNAMIC = "fp8 scales are made of the values that they scale, and not of a history"
 
 
 class Absent(NamedTuple):
@@ -70,11 +70,11 @@ ABSENT: dict[str, tuple[Absent, ...]] = {
         Absent("use_orig_params", False, "FSDP1's switch to original parameters.",
                no_effect="fully_shard always keeps the original parameters"),
     ),
-    "bf16": (
-        Absent("fp8", False, "Compute in fp8.",
-               f"{_NO_FP8}at 0 and use --bf16 1 (SMP v2's default of 1 is not kept)"),
-        Absent("fp8_amax_history_len", 1024, "Length of fp8's scaling history.", f"{_NO_FP8}out"),
-        Absent("fp8_amax_compute_algo", "max", "How fp8 scales are computed.", f"{_NO_FP8}out",
+    "fp8_recipe": (
+        Absent("fp8_all_gather", False, "Gather sharded weights in fp8.",
+               "weights are gathered in the dtype of the computation, and cast to fp8 by each rank; leave it out"),
+        Absent("fp8_amax_history_len", 1024, "Length of SMP v2's history of scales.", no_effect=_DYNAMIC),
+        Absent("fp8_amax_compute_algo", "max", "How SMP v2 makes a scale of the history.", no_effect=_DYNAMIC,
                kind=Literal["max", "most_recent"]),
     ),
     "clean_cache": (

@@ -77,6 +77,9 @@ SAME: Mapping[str, str] = {
     "num_local_experts": "num_experts n_routed_experts moe_num_experts",
     "num_experts_per_tok": "moe_router_topk moe_topk moe_top_k top_k_experts",
     "bf16": "bfloat16 use_bf16",
+    "fp8": "float8 use_fp8 enable_fp8 use_float8 enable_float8",
+    "fp8_recipe": "fp8_recipe_name float8_recipe recipe_name float8_recipe_name",
+    "fp8_all_gather": "enable_fsdp_float8_all_gather fp8_enable_fsdp_float8_all_gather enable_fp8_all_gather",
     "activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing recompute_activations",
     "activation_checkpointing_mode": "recompute_granularity",
     "offload_activations": "sm_activation_offloading",
@@ -144,7 +147,6 @@ MISSING: Mapping[str, str] = {
     "experts are not split by tensor parallelism in this version: --expert_parallel_degree spreads them": r"etp|"
     r"expert_tensor_parallel\w*",
     "fp16 is not in this version: use --bf16 1": r"\w*fp16\w*|float16|half|(initial_)?loss_scale\w*",
-    "fp8 is not in this version: use --bf16 1": r"(?!moe_)\w*(fp|float)8\w*",
     "optimizers other than AdamW, in 32 or 8 bits, and Muon are not in this version: leave it out": r"optim_args|"
     r"use_adafactor|galore\w*|lomo\w*",
     "label smoothing is not in this version, but of pairs, --dpo_label_smoothing": r"label_smoothing\w*",

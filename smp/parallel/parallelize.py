@@ -31,6 +31,7 @@ from smp.parallel import (
     context,
     documents,
     experts,
+    fp8,
     lora,
     loss,
     offload,
@@ -51,6 +52,7 @@ TECHNIQUES: list[Technique] = [
     documents,
     attention,
     experts,
+    fp8,
     tensor,
     activation_checkpoint,
     compile_blocks,
@@ -66,6 +68,7 @@ CHOOSERS: list[Chooser] = [
     activation_checkpoint.choose,
     loss.choose,
     sharding.choose,
+    fp8.choose,
     tensor.choose,
     allocator.choose,
 ]

@@ -22,6 +22,7 @@ from smp.optim.config import OptimConfig
 from smp.optim.optimizers import gathered_bytes, moved_bytes, product_flops
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import waiting_bytes
+from smp.parallel.fp8 import Config as Fp8Config
 from smp.parallel.lora import Config as LoraConfig
 from smp.parallel.nf4 import BYTES
 from smp.parallel.technique import Sent, member
@@ -48,14 +49,17 @@ OPERATIONS = {NONE: 101, PRODUCTS: 270, SELECTIVE: 270, FULL: 135}
 
 
 class _Block(NamedTuple):
-    """Seconds of one block's kernels; ``again``: those of attention that is recomputed though products are kept."""
+    """Seconds of one block's kernels; ``again``: those of attention that is recomputed though products are kept.
+
+    ``gradients``: of the products in backward, those of the input, and of weights that are trained.
+    """
 
     products: float
     attention_forward: float
     attention_backward: float
     moved: float
     again: float
-    gradients: int  # products in backward of each in forward: of the input, and of weights that are trained
+    gradients: float
 
     @property
     def forward(self) -> float:
@@ -64,7 +68,7 @@ class _Block(NamedTuple):
     def backward(self, recompute: str, every: int) -> float:
         kept = self.moved + self.again
         again = {NONE: 0.0, PRODUCTS: kept, SELECTIVE: self.products / 2 + kept, FULL: self.forward}[recompute]
-        return self.gradients * self.products + self.attention_backward + 2 * self.moved + again / every
+        return self.gradients + self.attention_backward + 2 * self.moved + again / every
 
 
 def _block_weights(shape: ModelShape) -> int:
@@ -88,13 +92,19 @@ def _block(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, mer
     gates = 1.0 if shape.gated_mlp else 0.5  # without a gate half of the inner states
     moved = work.compute_bytes * tokens * (hidden * shape.hidden + gates * inner * shape.intermediate) / tp + merged
     attention_forward = scores / (peak * share.attention_forward)
+    weights, routed = _block_weights(shape), shape.active if shape.experts else 0
+    plain = products = 2 * tokens * weights / tp / (peak * share.products)
+    fp8 = work.settings[Fp8Config]
+    if fp8.fp8:  # not of routed experts
+        products *= (routed + (weights - routed) * peak / row.flops(1)) / weights
+    of_weights = plain if fp8.fp8_recipe == "rowwise_with_gw_hp" else products
     return _Block(
-        products=2 * tokens * _block_weights(shape) / tp / (peak * share.products),
+        products=products,
         attention_forward=attention_forward,
         attention_backward=2.5 * scores / (peak * share.attention_backward),
         moved=moved / (row.bandwidth * 1e12 * share.memory),
         again=attention_forward if mesh.cp.size > 1 else 0.0,
-        gradients=2 if shape.frozen_but is None else 1,
+        gradients=products + (of_weights if shape.frozen_but is None else 0.0),
     )
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # `smp plan` starts a process that plans before it imports to
     import torch
 
 DATA_SHEET, MEASURED = "data sheet", "measured"
+_FP8 = 8, 9  # capability of the first GPUs with fp8, whose peak is twice that of bf16 in all data sheets
 SCHEMA = 5  # of rows; earlier ones were measured otherwise
 # GB/s that a device can send at once, each way, when the eight devices of a host share its cards.
 # Of predicted seconds on CPUs, without and with a calibration: wide by intent, no page has measured them.
@@ -133,7 +134,9 @@ class DeviceRow:
         return f"data-sheet constants of {self.name}, not measured here{fitted}: within 25 %"
 
     def flops(self, value_bytes: int) -> float:
-        """Return FLOP/s of products of bf16 (2) or fp32 (4 bytes)."""
+        """Return FLOP/s of products of fp8 (1), bf16 (2) or fp32 (4 bytes); fp8 of devices without it, as of bf16."""
+        if value_bytes == 1:
+            return 1e12 * self.peak * (2 if (self.capability or (0, 0)) >= _FP8 else 1)
         return 1e12 * (self.peak if value_bytes == 2 else self.fp32 or self.peak / 16)
 
     def shared_by(self, processes: int) -> DeviceRow:

@@ -21,6 +21,7 @@ from smp.mesh import lay_out
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.optim import optimizers
+from smp.parallel import fp8
 from smp.parallel.parallelize import settings_of, shape_of
 from smp.plan import document
 from smp.plan.closed_time import estimate, step_time
@@ -103,7 +104,8 @@ def read_request(
             config = parse_args(argv)
         if config.data.evaluate_only:
             raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
-        if problems := config.preference.misfits_of_loss(config.loss, config.model, config.lora):
+        misfits = config.preference.misfits_of_loss(config.loss, config.model, config.lora)
+        if problems := misfits + fp8.too_old(config.fp8, row.capability):
             raise ConfigError(problems)
         model = resolve_model(config.model, here=not row.is_gpu)
         if why_one_each(config.data, model):

@@ -38,6 +38,7 @@ from smp.optim.config import OptimConfig
 from smp.optim.optimizers import OPTIMIZERS
 from smp.parallel.allocator import AllocatorConfig
 from smp.parallel.experts.config import ExpertsConfig
+from smp.parallel.fp8 import Config as Fp8Config
 from smp.parallel.lora import Config as LoraConfig
 from smp.runtime import data_channel, own_arguments
 from smp.train.logging_config import LoggingConfig
@@ -64,6 +65,7 @@ class TrainConfig:
     parallel: ParallelConfig
     experts: ExpertsConfig
     precision: PrecisionConfig
+    fp8: Fp8Config
     activation: ActivationConfig
     loss: LossConfig
     lora: LoraConfig
@@ -218,9 +220,8 @@ def _convert(name: str, values: list[Any]) -> Any:
                 raise ValueError
             converted.append(_convert_one(flag.kind, text))
         except ValueError:
-            choices = flag.field.metadata["only"] or typing.get_args(flag.kind)
-            near = difflib.get_close_matches(text, [a for a in choices if isinstance(a, str)], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            choices = [a for a in flag.field.metadata["only"] or typing.get_args(flag.kind) if isinstance(a, str)]
+            hint = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(text, choices, n=1))
             raise UserError(f"--{name} takes {flag.allowed}, got {text!r}{hint}") from None
     return tuple(converted) if flag.is_list else converted[0]
 
@@ -322,8 +323,7 @@ def default_text(flag: Flag) -> str:
 def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, list[Any]]:
     """Read the settings of the file and the flags, unconverted; unknown ones are added to ``problems``."""
     namespace, extra = _build_parser().parse_known_args(own_arguments(argv))
-    flags = vars(namespace)
-    given: dict[str, list[Any]] = {}
+    flags, given = vars(namespace), dict[str, list[Any]]()
     path, parameters = flags.pop("config"), flags.pop("mp_parameters")
     if path is not None:
         try:

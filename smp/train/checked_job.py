@@ -21,6 +21,7 @@ from smp.models.hf_values import rope_limit
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.models.text_part import content_of_whole
 from smp.optim import optimizers
+from smp.parallel import fp8
 from smp.parallel.choices import Choice
 from smp.parallel.documents import NOT_COMPILED, calls_for_each, check_documents, mixes_documents
 from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit
@@ -223,6 +224,7 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
             problems.append("--expandable_segments 1 needs a GPU and none is visible: leave it out")
         elif variable := allocator_variable():
             problems.append(f"--expandable_segments 1 and {variable} both set the allocator: leave one out")
+    problems += [] if is_elsewhere(config) else fp8.lacking(config.fp8, device)
     problems += config.preference.misfits(config.data, config.loss, config.model, config.lora)
     known = config.lora.lora_rank or config.lora.adapter_path or config.checkpoint.resume_from_checkpoint
     if config.preference.dpo and config.data.evaluate_only and not known:

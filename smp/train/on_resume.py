@@ -53,12 +53,13 @@ _ON_RESUME = {
         training_dir test_dir zipped_data tokenizer_name_or_dir text_document_separator shuffle_data document_mask seed
         deterministic stochastic_rounding weight_decay beta1 beta2 adam_eps muon_momentum muon_nesterov muon_adjust_lr
         muon_dtype grad_clip lr lr_decay_style lr_decay_iters min_lr warmup plateau wsd_decay lr_compat bf16 fp8
-        fp8_amax_history_len fp8_amax_compute_algo z_loss lora_target_modules lora_target_parameters adapter_path dpo
+        fp8_recipe z_loss lora_target_modules lora_target_parameters adapter_path dpo
         dpo_beta dpo_label_smoothing dpo_loss nonfinite nonfinite_budget
     """,
     FREE: """
         summary_first_pdrop use_smp_flash_attn delayed_param moe_all_to_all_dispatcher
-        moe_fp8_checkpoint_attn moe_fp8_checkpoint_moe show_masks data_type data_cache_dir data_num_workers
+        moe_fp8_checkpoint_attn moe_fp8_checkpoint_moe fp8_all_gather fp8_amax_history_len fp8_amax_compute_algo
+        show_masks data_type data_cache_dir data_num_workers
         validation_freq validation_batches val_batch_size fast_validation evaluate_only preserve_np_state output_dir
         same_seed framework dry_run dry_run_world_size plan gc_freq profile_nsys checkpoint_freq checkpoint_overhead
         num_kept_checkpoints keep_best checkpoint_dir checkpoint_type verify_checkpoint read_back on_save_error
@@ -76,7 +77,7 @@ _ON_RESUME = {
 }
 ON_RESUME = {name: kind for kind, names in _ON_RESUME.items() for name in names.split()}
 # Of what is told, the sections that decide the loss of an evaluation; its data is what is asked for.
-_EVALUATED = ("precision", "preference")
+_EVALUATED = ("precision", "fp8", "preference")
 
 
 def check_fits(job: CheckedJob, path: Path | RemoteCheckpoint, saved: Manifest) -> None:

@@ -225,12 +225,12 @@ def test_a_stray_word_before_flags_is_named():
 def test_all_problems_at_once_each_once(tmp_path):
     (tmp_path / "run.yaml").write_text("max_stepz: 1\nbeta1: 2\n")
     found = problems(
-        "--config", tmp_path / "run.yaml", "--unknown_thing", "a", "b", "--lr", "x", "--fp8", 1,
+        "--config", tmp_path / "run.yaml", "--unknown_thing", "a", "b", "--lr", "x", "--fp8_all_gather", 1,
         "--moe_all_to_all_dispatcher", 0,
         "--sharding_strategy", "no_shard", "--shard_degree", 2,
     )  # fmt: skip
     wanted = ["max_stepz", "--unknown_thing", "--moe_all_to_all_dispatcher 0", "--lr takes", "no_shard contradicts",
-              "--beta1", "--fp8 1"]  # fmt: skip
+              "--beta1", "--fp8_all_gather 1"]  # fmt: skip
     assert len(found) == len(wanted), found
     for words in wanted:
         assert sum(words in problem for problem in found) == 1, (words, found)
@@ -286,7 +286,7 @@ def test_help_marks_what_is_not_in_this_version(shown):
     entries = re.split(r"^  (?=--)", shown, flags=re.M)
     marked = {entry.split()[0][2:] for entry in entries if "(not in this version)" in re.sub(r"\s+", " ", entry)}
     single = {name for name, flag in FLAGS.items() if len(flag.field.metadata["only"]) == 1}
-    assert marked == single and {"fp8", "global_token_shuffle", "moe_all_to_all_dispatcher"} <= marked
+    assert marked == single and {"fp8_all_gather", "global_token_shuffle", "moe_all_to_all_dispatcher"} <= marked
 
 
 def test_the_version_is_printed_and_nothing_is_asked_for(capsys):

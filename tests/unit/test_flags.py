@@ -25,6 +25,7 @@ import smp.memory.tracker
 import tests.unit.test_choices
 import tests.unit.test_flags_finetuning
 import tests.unit.test_flags_model
+import tests.unit.test_fp8
 import tests.unit.test_plan_ledger
 import tests.unit.test_trackers  # noqa: F401
 import train_lib
@@ -329,7 +330,7 @@ def test_logging(files, tmp_path, capsys):
 
 
 def test_a_flag_without_effect_says_so_in_the_log(tmp_path):
-    value = {"data_type": "bert", "framework": "other"}
+    value = {"data_type": "bert", "framework": "other", "fp8_amax_compute_algo": "most_recent"}
     words = [word for name in NO_EFFECT for word in (f"--{name}", value.get(name, 1))]
     outcome = run_job(*LLAMA, *SYNTHETIC, "--max_steps", 1, "--output_dir", tmp_path / "run", *words).succeeded()
     assert len(NO_EFFECT) >= 5

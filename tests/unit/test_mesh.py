@@ -1,5 +1,7 @@
 """Degrees by SMP v2's rules, and the order of ranks in the mesh."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp import mesh as mesh_module
+from smp import process_groups
 from smp.axes import fit_together
 from smp.config import ParallelConfig
 from smp.errors import ConfigError, UserError
@@ -237,10 +240,12 @@ def test_roles_of_a_mesh_that_is_joined_have_their_groups():
 
 @pytest.mark.parametrize("rank", [0, 9])
 def test_nccl_connects_the_groups_on_gpus_in_one_order(rank, monkeypatch):
-    connected, zeros = [], torch.zeros
+    connected = []
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
     monkeypatch.setattr(mesh_module, "served_device_type", lambda: "cuda")
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    # Not torch.zeros itself, in whose place torch.device would then keep this one.
+    on_cpu = SimpleNamespace(zeros=lambda *size, device: torch.zeros(*size), device=torch.device)
+    monkeypatch.setattr(process_groups, "torch", on_cpu)
     monkeypatch.setattr(dist, "all_reduce", lambda one, group: connected.append(group))
     try:
         lay_out(2, 4, 2, 2).join("cpu")

@@ -26,7 +26,6 @@ LINES = [
     for line in FACTS["lines"]
     for resumed in ({}, *([{"resume_from_checkpoint": line["resumed"]}] if "resumed" in line else []))
 ]
-TAKEN = [line for line in LINES if "refused" not in line]
 OFFLOAD = "sm_activation_offloading"
 
 
@@ -47,7 +46,7 @@ def plan_of(words: list[str]):
     return check_job(config, planned_launch(config, Launch()))
 
 
-@pytest.mark.parametrize("line", TAKEN, ids=lambda line: line["flags"]["model_type"])
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line["flags"]["model_type"])
 def test_a_command_line_passes_on_a_machine_without_gpus_and_files(line):
     """Its parameters come as flags, as SageMaker's toolkit writes them, or as JSON: the same job."""
     parameters = {**FACTS["parameters"], **line["parameters"]}
@@ -73,16 +72,9 @@ def test_a_command_line_passes_on_a_machine_without_gpus_and_files(line):
     assert {f"--{name}" for name in given} <= ignored
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if "refused" in line], ids=lambda line: line["refused"])
-def test_fp8_alone_is_refused_at_once(line, capsys):
-    parameters = json.dumps({**FACTS["parameters"], **line["parameters"]})
-    found = said([*words_of(line["flags"], processes=line["processes"]), "--mp_parameters", parameters], capsys)
-    assert [text.partition(":")[0] for text in found] == ["--fp8 1 is not available"]
-
-
 def test_the_whole_dry_run_prints_its_report(capsys):
     # The smallest: sizes are left to a directory that is not here.
-    line = next(line for line in TAKEN if "num_layers" not in line["flags"])
+    line = next(line for line in LINES if "num_layers" not in line["flags"])
     assert train_lib.main([*words_of(line["flags"], processes=8), "--mp_parameters", "tensor_parallel_degree=2"]) == 0
     assert "a process on a GPU in bfloat16" in capsys.readouterr().out
     hyperpod = {**FACTS["hyperpod"], "num_layers": 2}  # of 80
@@ -191,13 +183,13 @@ def test_the_estimators_variable_stands_below_flags_and_file(monkeypatch, caplog
 
 
 def test_all_problems_come_in_one_round(capsys):
-    words = "--fp8 1 --sm_activation_offloading 1 --distributed_backend nccl --profile_nsys 1 --sliding_window 3"
-    others = "--shard_degree 2 --output_dir /proc/x --use_synthetic_data 1"
+    words = "--fp8_all_gather 1 --sm_activation_offloading 1 --distributed_backend nccl --profile_nsys 1"
+    others = "--sliding_window 3 --shard_degree 2 --output_dir /proc/x --use_synthetic_data 1"
     found = said([*map(str, LLAMA), *words.split(), *others.split()], capsys)
     wanted = [
-        "--sm_activation_offloading: here it is --offload_activations", "--fp8 1 is not available", "nccl needs GPUs",
-        "--profile_nsys 1 needs a GPU", "--sliding_window is no setting", "--output_dir /proc/x cannot be written",
-        "--hybrid_shard_degree 2 does not divide",
+        "--sm_activation_offloading: here it is --offload_activations", "--fp8_all_gather 1 is not available",
+        "nccl needs GPUs", "--profile_nsys 1 needs a GPU", "--sliding_window is no setting",
+        "--output_dir /proc/x cannot be written", "--hybrid_shard_degree 2 does not divide",
     ]  # fmt: skip
     assert len(found) == len(wanted)
     for text in wanted:

@@ -1,0 +1,144 @@
+"""fp8: what is refused and planned, which needs no torchao."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from smp.config import ParallelConfig, Settings
+from smp.errors import ConfigError
+from smp.memory.shape import Moment, Workload
+from smp.mesh import lay_out
+from smp.models.model_config import resolve_model
+from smp.models.registry import family_of
+from smp.parallel import fp8
+from smp.parallel.choices import Situation
+from smp.parallel.lora import Config as LoraConfig
+from smp.parallel.parallelize import shape_of
+from smp.parallel.technique import Setup
+from smp.plan.closed_time import step_time
+from smp.plan.devices import DEVICES
+from smp.plan.request import read_request
+from tests.flags import check, hf, one_process, parse, plan_of
+from tests.job import LLAMA
+from tests.reference import relative
+from tests.tensor_parallel import whole
+from tests.unit.test_smp_v2_command_lines import said
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(fp8, "is_installed", lambda: True)
+
+
+def test_what_is_refused_before_anything_is_loaded(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(fp8, "is_installed", lambda: False)
+    job = [*map(str, LLAMA), "--use_synthetic_data", "1", "--output_dir", str(tmp_path / "run")]
+    sentence = "--fp8 1 computes with torchao, which is not installed: pip install torchao, or leave it out"
+    assert said([*job, "--fp8", "1"], capsys) == [sentence]
+    assert not (tmp_path / "run").exists()
+    assert plan_of(["--fp8", 1, "--dry_run", 1, "--dry_run_world_size", 8], tmp_path).settings[fp8.Config].fp8
+    wanted = "--fp8_recipe rowwise is of --fp8 1: set it, or leave the recipe out"
+    assert said([*job, "--fp8_recipe", "rowwise"], capsys) == [wanted]
+    sentence = "--fp8_all_gather 1 is not available: weights are gathered in the dtype of the computation"
+    assert [text.partition(", and")[0] for text in said([*job, "--fp8_all_gather", "1"], capsys)] == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "sentence"),
+    [
+        ("tensorwise", (8, 6), "of compute capability 8.9 (Ada, Hopper) or higher, and this one has 8.6: use --bf16 1"),
+        ("mxfp8", (9, 0), "of compute capability 10.0 (Blackwell) or higher, and this one has 9.0: use another recipe"),
+    ],
+)
+def test_gpus_without_fp8_are_refused(recipe, capability, sentence, installed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    (found,) = fp8.lacking(fp8.Config(fp8=True, fp8_recipe=recipe), CUDA)
+    assert found.startswith(f"--fp8 1 --fp8_recipe {recipe} needs a GPU") and sentence in found
+    assert fp8.lacking(fp8.Config(), CUDA) == []
+    row = dataclasses.replace(DEVICES["h100"], capability=capability)
+    words = [*LLAMA, "--fp8", 1, "--fp8_recipe", recipe]
+    with pytest.raises(ConfigError) as refused:
+        read_request(list(map(str, words)), row, nodes=1, local=8)
+    assert refused.value.problems == [found]
+
+
+def problems(words, *sections, tp=1, **changes):
+    config = hf(words)
+    sections = (fp8.Config(fp8=True, **changes), *sections)
+    return fp8.problems(config, Setup(family_of(config), lay_out(1, 1, tp), Settings(sections)))
+
+
+def test_layers_of_other_sizes():
+    """Outputs and inputs are multiples of 16 on each rank, of 32 with MXFP8."""
+    narrow = ["--hidden_width", 40, "--llama_intermediate_size", 48]
+    assert problems(["--hidden_width", 48]) == []
+    (found,) = problems(narrow)
+    assert found.startswith(
+        "--fp8 1: no linear layer of the blocks has outputs and inputs of multiples of 16 (2 q_proj"
+    )
+    (found,) = problems(["--hidden_width", 48], tp=2)
+    assert "multiples of 32 (" in found
+    (found,) = problems(["--hidden_width", 48], fp8_recipe="mxfp8")
+    assert "multiples of 32 (" in found
+
+
+def test_products_are_not_left_to_overlapped_collectives():
+    overlapped = ParallelConfig(tp_overlap=True)
+    (found,) = problems(["--hidden_width", 64], overlapped, tp=2)
+    assert found == "--tp_overlap 1 computes products inside of collectives, not in fp8: leave it out, or --fp8 1"
+    for changes, chosen in (({"fp8": True}, [("tp_overlap", False)]), ({}, [])):
+        situation = Situation(None, Settings((fp8.Config(**changes),)), "cuda", 1, lambda **_: True, lay_out(1, 1, 2))
+        assert [(choice.name, choice.value) for choice in fp8.choose(situation)] == chosen
+
+
+def planned(words, **changes):
+    model = resolve_model(parse([*LLAMA, "--use_synthetic_data", 1, *words]).model)
+    lora = LoraConfig(lora_rank=4 if changes.pop("adapters", False) else 0)
+    settings = Settings((fp8.Config(**changes), lora))
+    work = Workload(1024, 8, 2, settings, moment=Moment.LAST_BLOCK, device_type="cuda")
+    return shape_of(model, settings), work
+
+
+def seconds(row, **changes):
+    shape, work = planned(["--hidden_width", 4096, "--llama_intermediate_size", 14336, "--num_heads", 32], **changes)
+    return step_time(shape, lay_out(), work, DEVICES[row], local=1).parts["compute"]
+
+
+def test_products_are_planned_faster_where_the_gpu_has_fp8():
+    plain, kept, every = seconds("h100"), seconds("h100", fp8=True), seconds(
+        "h100", fp8=True, fp8_recipe="tensorwise"
+    )  # fmt: skip
+    assert every < kept < plain < 2 * every
+    assert seconds("a100_80gb", fp8=True) > seconds("a100_80gb")  # its products are those of bf16, and casts are more
+
+
+def test_frozen_weights_are_planned_with_their_casts():
+    """One for forward and one for backward, where these differ and a rank has the weights gathered all the time."""
+    shape, work = planned([], fp8=True, adapters=True)
+    weights = shape.layers * shape.linear
+    assert fp8.cost(shape, lay_out(), work)["parameters"] == 2 * weights
+    shape, other = planned([], fp8=True, fp8_recipe="tensorwise", adapters=True)
+    assert fp8.cost(shape, lay_out(), other)["parameters"] == weights
+    assert "parameters" not in fp8.cost(shape, lay_out(shard=2), work)
+    shape, trained = planned([], fp8=True)
+    cast = (8 * 1024 + shape.hidden) * shape.intermediate
+    assert fp8.cost(shape, lay_out(), trained) == {"activations": cast}
+    assert fp8.cost(shape, lay_out(), dataclasses.replace(trained, moment=Moment.UPDATE)) == {}
+
+
+@check("fp8", "fp8_recipe")
+def test_gradients_are_others():
+    pytest.importorskip("torchao")  # make test-qlora
+    found = []
+    for words in ([], ["--fp8", 1], ["--fp8", 1, "--fp8_recipe", "tensorwise"]):
+        with one_process(["--hidden_width", 64, *words]) as built:
+            ids = torch.arange(32).reshape(2, 16)
+            built.model(input_ids=ids, labels=ids).loss.backward()
+            found.append(whole(built.model.model.layers[0].mlp.down_proj.weight.grad))
+    plain, rows, tensors = found
+    assert 1e-3 < relative(rows - plain, plain) < relative(tensors - plain, plain) < 0.3
