@@ -154,6 +154,7 @@ def quantised(value: torch.Tensor, *, blocks: tuple[int, int], by_powers: bool) 
     padded = F.pad(value, (0, -columns % width, 0, -rows % height))
     tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
     largest = tiles.abs().amax((-3, -1))
+    largest = torch.where(largest > 0, largest.clamp(min=most * torch.finfo(torch.float32).tiny), 0.0)
     scales = torch.where(largest > 0, most / largest, 1.0)
     inverse = 1.0 / scales
     if by_powers:

@@ -38,6 +38,8 @@ def recomputations(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     Args:
         given: by name, of these settings. A mode, or which blocks, is only given to recompute.
     """
+    if given.get(_ON) is False:
+        return [{}]
     found = list[dict[str, Any]]()
     recomputes = given.get(_ON, _MODE in given or _EVERY in given or None)
     for each in RECOMPUTATION:

@@ -27,8 +27,9 @@ class Adapter(Product):
         self.scale, self.dropout = scale, dropout
         self.left_out = False
         self._seed: int | None = None
-        # The latest gradient of an output, and its product with B.
-        self._latest: tuple[Callable[[], torch.Tensor | None], torch.Tensor] | None = None
+        # The latest gradient of an output and its B, and their product.
+        self._latest: tuple[Callable[[], torch.Tensor | None], Callable[[], torch.Tensor | None], torch.Tensor] | None
+        self._latest = None
 
     def drawn(self, part: int) -> Adapter:
         """Return the product with the seed of a mask, which is made of it in forward and again in backward."""
@@ -78,9 +79,9 @@ class Adapter(Product):
         """Return the gradient of the input's product with A, unscaled; both gradients of a layer ask for it."""
         if torch.compiler.is_compiling():  # which finds what is computed twice
             return gradient @ b
-        if self._latest is None or self._latest[0]() is not gradient:
-            self._latest = weakref.ref(gradient), gradient @ b
-        return self._latest[1]
+        if self._latest is None or self._latest[0]() is not gradient or self._latest[1]() is not b:
+            self._latest = weakref.ref(gradient), weakref.ref(b), gradient @ b
+        return self._latest[2]
 
     def parameter_gradients(
         self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, needs: Sequence[bool]

@@ -1,9 +1,9 @@
 """``fully_shard`` over a group of one rank, which has nothing to gather and nothing to reduce.
 
-torch takes streams, copies and buffers as for many ranks all the same. Here a group of one rank reduces in its only
-buffer, without a copy; a job of one rank computes on one stream, so that a gradient's memory serves activations again;
-and frozen parameters that have the dtype of the computation are no parameters of ``fully_shard``, which would copy them
-to gather them.
+torch takes streams, copies and buffers as for many ranks all the same. Here one rank without replicas reduces in its
+only buffer, without a copy; it computes on one stream, so that a gradient's memory serves activations again; and frozen
+parameters of adapters' base that have the dtype of the computation are no parameters of ``fully_shard``, which would
+copy them to gather them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from smp.models import added
 
 
 class AliasedReduce:
@@ -39,9 +42,9 @@ class AliasedReduce:
 
 
 def reduce_in_place(module: FSDPModule) -> None:
-    """Let the one rank that a module is sharded over reduce its gradients without a copy.
+    """Let a module that one rank has, without replicas, reduce its gradients without a copy; on one stream.
 
-    torch divides by a factor that is set, into a copy, and this is then what is copied.
+    With several streams the buffer would be freed on that of the computation while a reduction still reads it.
     """
     reduction = AliasedReduce()
     module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type] # the interface is private
@@ -78,6 +81,10 @@ def use_one_stream(model: nn.Module) -> None:
     context.lazy_init = lazy_init
 
 
-def frozen_parameters(model: nn.Module, dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """Return the parameters that one rank computes with as they are: frozen ones of ``dtype``, of any if it is None."""
-    return {each for each in model.parameters() if not each.requires_grad and dtype in (None, each.dtype)}
+def used_as_they_are(model: nn.Module, dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Return the parameters that one rank computes with as they are: those of ``dtype``, or any, that stay frozen.
+
+    Not what a script has frozen, which it may train later; nor what tensor parallelism has split.
+    """
+    frozen = map(model.get_parameter, added.frozen_parameters(model))
+    return {each for each in frozen if dtype in (None, each.dtype) and not isinstance(each, DTensor)}

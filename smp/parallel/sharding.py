@@ -77,10 +77,11 @@ def shard_model(
     policies = {False: policy, True: dataclasses.replace(policy, param_dtype=None)}
     # Memory is pinned for copies to a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    frozen = None if cpu_offload else one_rank.frozen_parameters(model, param_dtype)
     *units, root = with_inner(model, [*units, Unit([model], reshard=False)], fp32_routers(model) if reduced else ())
-    ranks = set[int]()  # of a parameter, sharded and replicated
-    for unit in (each for outer in (*units, root) for each in (*outer.inside, outer)):  # those inside first
+    every = [each for outer in (*units, root) for each in (*outer.inside, outer)]  # those inside first
+    alone = all(mesh.fsdp_mesh_of(unit.axis).size() == 1 for unit in every)  # sharded over one rank, and no replicas
+    unmanaged = one_rank.used_as_they_are(model, param_dtype) if alone and not cpu_offload else None
+    for unit in every:
         # [Note: units inside of units] fully_shard leaves to a later, outer call what an earlier one has sharded. The
         # other way round the outer unit would own the parameters, over the wrong mesh, and the inner one none.
         over, modules = mesh.fsdp_mesh_of(unit.axis), unit.modules
@@ -89,9 +90,8 @@ def shard_model(
         fully_shard(
             modules if len(modules) > 1 else modules[0], mesh=over, reshard_after_forward=unit.reshard,
             mp_policy=policies[unit.fp32], shard_placement_fn=place, offload_policy=offload,
-            ignored_params=frozen if group.size() == 1 else None,
+            ignored_params=unmanaged,
         )  # fmt: skip
-        ranks.add(over.size())
         # The gradient of a look-up reads no weights: without this backward would gather the table to free it again.
         unit.first.set_unshard_in_backward(unit.in_backward)
         for module in cast(list[FSDPModule], modules):
@@ -103,12 +103,12 @@ def shard_model(
                 sum_gradients(module)
             # By module, as its parameter group has the buffers; over the group of the last dimension, the shards.
             install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
-            if group.size() == 1:
+            if alone:
                 one_rank.reduce_in_place(module)
             if unit.axis is not None or unit.fp32:
                 hide_from_selection(module)
     _set_prefetch(units, parallel)
-    if ranks == {1}:
+    if alone:
         one_rank.use_one_stream(model)
     # What clips, logs or wraps the gradients later must know whether they are sums: a factor of all ranks is at stake.
     setattr(model, _SUMMED, True)

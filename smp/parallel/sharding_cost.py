@@ -47,7 +47,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     copies = _copies(mesh, work, receives=copied == unreduced)
     updates = moment is Moment.UPDATE
     gathered = shape.gathered(units, mesh)
-    if mesh.shard.size == 1 and shards:  # what is frozen is used as it is
+    if mesh.world_size == 1 and shards:  # what is frozen is used as it is
         gathered = Trained(trained, table, last, shape.trained(*degrees).block)
     gathered_by_update = working_bytes(shape.specs, mesh, work.settings[OptimConfig]) if updates else 0
     if deferred:
@@ -76,9 +76,9 @@ def _unreduced(shape: ModelShape, mesh: Mesh, moment: Moment, *, table: int, las
 
 def _copies(mesh: Mesh, work: Workload, *, receives: bool) -> int:
     """Count the copies of a unit's gradients that its reduction takes: torch's, and those of the backend."""
-    # A rank alone reduces in place; with replicas torch divides into a copy.
-    copies = int(mesh.shard.size > 1 or mesh.loss.size > 1)
-    if work.device_type != "cpu":
+    # A rank alone reduces in place; with replicas torch divides into another copy.
+    copies = 1 + (mesh.shard.size == 1) if mesh.loss.size > 1 else 0
+    if work.device_type != "cpu" or not copies:
         return copies
     if work.settings[CommConfig].distributed_backend == "smddp":
         return max(copies, mesh.shard.size)  # in memory that all ranks of the host share

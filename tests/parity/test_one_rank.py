@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp
 from smp.parallel.sharding import fsdp_modules, set_gradient_sync
 from tests.distributed import run_distributed
-from tests.reference import build_reference, global_batch
+from tests.reference import build_reference, global_batch, tiny_config
 from tests.unit.test_activation_offload import blocks_of
 
 
@@ -84,6 +85,33 @@ def _after_an_error():
 
 def test_a_reduction_that_fails_leaves_no_buffer():
     run_distributed(_after_an_error, world_size=1)
+
+
+def _script_freezes():
+    smp.init({})
+    model = build_reference("llama_gqa", torch.float32)
+    blocks_of(model)[0].requires_grad_(False)
+    model = smp.parallelize(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())  # which it may train later
+    blocks_of(model)[0].requires_grad_(True)
+    backward(model, 0, last=True)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_what_a_script_has_frozen_is_sharded():
+    run_distributed(_script_freezes, world_size=1)
+
+
+def _split_meta_model():
+    smp.init({"tensor_parallel_degree": 2})
+    model = smp.meta_init(tiny_config("llama_gqa"))
+    smp.lora(model, rank=4)
+    model = smp.parallelize(smp.transform(model))
+    assert torch.isfinite(model(input_ids=global_batch(0)[0]).logits.full_tensor()).all()
+
+
+def test_a_model_without_values_that_is_split_gets_its_adapters_and_frozen_values():
+    run_distributed(_split_meta_model, world_size=2)
 
 
 def _adapters(world_size):

@@ -36,6 +36,14 @@ def test_the_bits_are_transformers_own(shape, scale_fmt):
     assert torch.equal(scales, want["a.weight_scale_inv"].float())
 
 
+def test_a_block_of_values_next_to_zero_stays_finite():
+    value = torch.zeros(4, 4)
+    value[0, 0] = 1e-38
+    for by_powers in (False, True):
+        found, factors = quantised(value, blocks=(4, 4), by_powers=by_powers)
+        assert (found.float() * factors - value).abs().max() <= 1e-38 and found.float().isfinite().all()
+
+
 def test_the_last_blocks_may_be_smaller():
     value = torch.randn(40, 50, generator=torch.Generator().manual_seed(3))
     values, scales = quantised(value, blocks=BLOCKS, by_powers=False)

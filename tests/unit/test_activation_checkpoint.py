@@ -209,7 +209,8 @@ def test_the_mode_is_chosen_by_memory():
     ladder = [(False,), (True, "products", 2), (True, "products", 1), (True, "selective", 1), (True, "full", 1)]
     for fits, values in enumerate([*ladder, ladder[-1]]):  # the last one whether it fits or not
         assert chosen(fits) == dict(zip((on, mode, every), values, strict=False))
-    assert chosen(0, activation_checkpointing=False) == {}
+    assert chosen(0, activation_checkpointing=False) == chosen(
+        0, activation_checkpointing=False, activation_checkpointing_mode="full") == {}  # fmt: skip
     # What was given is kept; a mode, or which blocks, is given to recompute.
     assert chosen(0, activation_checkpointing=True) == {mode: "products", every: 2}
     assert chosen(0, activation_checkpointing_mode="selective") == {on: True, every: 1}

@@ -250,6 +250,8 @@ def test_an_adapter_multiplies_no_more_than_it_needs():
     with test_activation_checkpoint.Products() as counter:
         found = product.forward(x, weight, None, a, b)
     assert counter.count == 3 and torch.allclose(found, x @ (weight + 2 * b @ a).T)
+    other = product.input_gradient(gradients[0], weight, a, torch.zeros_like(b))  # another layer of the same output
+    assert torch.equal(other, gradients[0] @ weight)
     for gradient in gradients:
         with test_activation_checkpoint.Products() as counter:
             into = product.input_gradient(gradient, weight, a, b)

@@ -171,7 +171,7 @@ def test_gradients_before_reduction():
     name, buffers, table = "gradients before reduction", "communication buffers", 4 * head
     assert needed(lay_out(1, 8))[name] == needed(lay_out(1, 1))[name] == needed(lay_out(8, 1))[name] == table
     assert needed(lay_out(1, 8))[buffers] == table  # the copy that is reduced
-    assert needed(lay_out(8, 1))[buffers] == table  # into which torch divides
+    assert needed(lay_out(8, 1))[buffers] == 2 * table  # torch's copy
     assert needed(lay_out(1, 1))[buffers] == 0
     assert needed(lay_out(1, 8), device_type="cpu")[buffers] == 2 * table  # gloo's
     chunks = {"moment": Moment.LOSS, "settings": Settings()}
