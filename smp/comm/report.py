@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import pickle
+import json
 import weakref
 from typing import Any, NamedTuple
 
@@ -108,11 +108,11 @@ def nccl_operations() -> list[str]:
 
     It asks CUDA for events, with the interpreter's lock: where CUDA hangs, so does this process.
     """
-    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)  # not in builds for CPUs
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)  # not in builds for CPUs
     found: dict[Any, tuple[str, str]] = {}
     last = {}
-    for each in pickle.loads(dump(includeStackTraces=False)).get("entries", []) if dump else ():
-        group, number = each["process_group"], each["p2p_seq_id" if each["is_p2p"] else "collective_seq_id"]
+    for each in json.loads(dump()).get("entries", []) if dump else ():
+        group, number = tuple(each["process_group"]), each["p2p_seq_id" if each["is_p2p"] else "collective_seq_id"]
         last[group] = number
         if group not in found or found[group][1] == "completed":
             name, sizes = each["profiling_name"].removeprefix("nccl:"), (each["input_sizes"], each["output_sizes"])

@@ -89,11 +89,9 @@ class Adapter(Product):
         """Add the factors' gradients."""
         a, b = own
         of_weight, x = super().parameter_gradients(gradient, x, weight, needs=needs), self._input(x)
-        return [
-            *of_weight,
-            self._low(gradient, b).T @ x * self.scale if needs[1] else None,
-            gradient.T @ (x @ a.T) * self.scale if needs[2] else None,
-        ]
+        of_a = self._low(gradient, b).T @ x * self.scale if needs[1] else None
+        self._latest = None
+        return [*of_weight, of_a, gradient.T @ (x @ a.T) * self.scale if needs[2] else None]
 
     def as_one(self, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the input concatenated with its product with A, and the weight with B."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, Settings
 from smp.delayed_init import build_on_meta, fill_added_, initialize_, materialize_
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError
 from smp.memory.shape import ModelShape, model_shape
 from smp.mesh import Mesh
 from smp.models import added
@@ -41,7 +41,7 @@ from smp.parallel import (
 )
 from smp.parallel.choices import Chooser
 from smp.parallel.microbatch import Microbatch
-from smp.parallel.technique import Setup, Technique, follow_steps, member
+from smp.parallel.technique import Setup, Technique, follow_steps, member, misses
 from smp.pretrained import load_pretrained_
 
 # In the order in which they are applied: the only place that knows it. A new technique is a file and a line here.
@@ -113,10 +113,7 @@ def _check_modules(model: nn.Module, family: Family) -> None:
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
     for path in (family.blocks, family.embedding, family.head):
         if path not in modules:
-            raise UserError(
-                f"the model ({type(model).__name__}) has no {path}, as {family.name} models of transformers have: "
-                f"describe it with smp.register_family, under a model_type of its own"
-            )
+            raise misses(model, family, path)
 
 
 def add_parameters(model: nn.Module, family: Family, settings: Settings) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from smp.config import Section, Settings
+from smp.errors import UserError
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.models.added import AddedParameter
@@ -168,8 +169,23 @@ def metrics(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
-    """Return the transformer blocks, in order."""
-    return list(model.get_submodule(family.blocks).children())
+    """Return the transformer blocks, in order.
+
+    Raises:
+        UserError: the model has none where those of the family are.
+    """
+    try:
+        return list(model.get_submodule(family.blocks).children())
+    except AttributeError:
+        raise misses(model, family, family.blocks) from None
+
+
+def misses(model: nn.Module, family: Family, path: str) -> UserError:
+    """Return the refusal of a model without a module of its family."""
+    return UserError(
+        f"the model ({type(model).__name__}) has no {path}, as {family.name} models of transformers have: "
+        f"describe it with smp.register_family, under a model_type of its own"
+    )
 
 
 def draws(module: nn.Module, hf_config: Any = None) -> bool:

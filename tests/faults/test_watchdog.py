@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 
@@ -177,14 +176,14 @@ class Recorder:
             {"process_group": group, "profiling_name": f"nccl:{name}", "state": state, **counts, **sizes}
         )
 
-    def __call__(self, *, includeStackTraces):  # noqa: N803
-        return pickle.dumps({"version": "2.10", "entries": self.entries, "pg_status": {}} if self.entries else {})
+    def __call__(self):
+        return json.dumps({"version": "2.10", "entries": self.entries, "pg_status": {}} if self.entries else {})
 
 
 def test_a_rank_says_what_it_waits_for_over_nccl(monkeypatch, capfd):
     """The host is ahead of the GPU: the collective that hangs is not the last one."""
     recorder, shard, context = Recorder(), ("1", "mesh_dp_shard"), ("2", "mesh_cp")
-    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", recorder, raising=False)
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", recorder, raising=False)
     assert nccl_operations() == []
     recorder.add(shard, "_all_gather_base", 7, "completed", [[4]], [[8]])
     recorder.add(context, "send 0->1", 3, "completed", [[2, 2]], [[2, 2]], is_p2p=True)
