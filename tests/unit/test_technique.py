@@ -122,7 +122,10 @@ def test_what_it_sends_and_moves_takes_time(monkeypatch):
     assert after["compute"] > before["compute"]
 
 
-@pytest.mark.parametrize(("place", "sharded"), [(0, False), (8, False), (12, True)])
+PLACES = [0, parallelize.TECHNIQUES.index(parallelize.sharding), len(parallelize.TECHNIQUES)]
+
+
+@pytest.mark.parametrize(("place", "sharded"), zip(PLACES, (False, False, True), strict=True))
 @in_child
 def test_it_is_applied_in_its_place(monkeypatch, place, sharded):
     seen = []
@@ -137,7 +140,7 @@ def test_it_is_applied_in_its_place(monkeypatch, place, sharded):
     order.insert(place, made_up)
     monkeypatch.setattr(parallelize, "TECHNIQUES", order)
     with one_process([]) as built:
-        assert seen == [(place > 2, sharded)]
+        assert seen == [(place > 0, sharded)]
         assert [block.ballast.numel() for block in built.model.model.layers] == [64, 64]
 
 
