@@ -198,7 +198,7 @@ def narrow_(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
     narrow: dict[int, nn.Parameter] = {}  # a tied one once
     for name in names:
         parameter = model.get_parameter(name)
-        values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        values = torch.empty_like(parameter.detach(), dtype=dtype)  # a script may have split it
         narrow[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -102,16 +102,17 @@ def test_what_a_script_has_frozen_is_sharded():
     run_distributed(_script_freezes, world_size=1)
 
 
-def _split_meta_model():
+def _split_meta_model(dtype):
     smp.init({"tensor_parallel_degree": 2})
     model = smp.meta_init(tiny_config("llama_gqa"))
     smp.lora(model, rank=4)
-    model = smp.parallelize(smp.transform(model))
+    model = smp.parallelize(smp.transform(model), dtype=dtype)
     assert torch.isfinite(model(input_ids=global_batch(0)[0]).logits.full_tensor()).all()
 
 
-def test_a_model_without_values_that_is_split_gets_its_adapters_and_frozen_values():
-    run_distributed(_split_meta_model, world_size=2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_model_without_values_that_is_split_gets_its_adapters_and_frozen_values(dtype):
+    run_distributed(_split_meta_model, dtype, world_size=2)
 
 
 def _adapters(world_size):
