@@ -186,6 +186,14 @@ def test_offloaded_blocks_leave_and_return_without_a_synchronisation():
     }
 
 
+@pytest.mark.parametrize(("flags", "of_block", "others"), [((), 9, 3 + 4), (("--lora_rank", "8"), 14, 2)])
+def test_one_rank_copies_what_it_trains_and_nothing_that_it_reduces(flags, of_block, others):
+    """A copy of each trained parameter in the dtype of the computation; adapters are two for each of seven layers."""
+    step = steady(report(*LLAMA, *flags, world=1))
+    assert step["operations"]["aten.copy_.default"] == of_block * BLOCKS + others
+    assert by_file(step["syncs"]) == SYNCS
+
+
 def test_a_model_that_is_too_large_for_the_gpus_is_refused():
     sentence = r"llama70b on 8 process\(es\) needs about .* there are 80\.0 GiB for each"
     with pytest.raises(AssertionError, match=sentence):
