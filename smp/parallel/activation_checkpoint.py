@@ -29,6 +29,7 @@ from smp.log import get_logger
 from smp.memory.shape import (
     NONE,
     PRODUCTS,
+    RECOMPUTATION,
     SELECTIVE,
     ModelShape,
     Moment,
@@ -83,12 +84,10 @@ _ROUTING = {"smp::chosen_experts", "smp::sum_for_choice", "smp::exchange_counts"
 def choose(situation: Situation) -> Iterator[Choice]:
     """Recompute as little as memory allows."""
     auto, config = situation.settings.undecided(), situation.settings[Config]
-    names = ("activation_checkpointing", "activation_checkpointing_mode", "activation_checkpointing_every")
-    given = {name: getattr(config, name) for name in names if name not in auto}
+    given = {name: getattr(config, name) for name in RECOMPUTATION[-1] if name not in auto}
     if config.offload_activations:  # of a block that is not recomputed nearly everything would be moved
-        given = {names[0]: True, names[2]: 1, **given}
-    tried = recomputations(given)
-    for chosen in tried:
+        given = {"activation_checkpointing": True, "activation_checkpointing_every": 1, **given}
+    for chosen in recomputations(given):
         if fits := situation.fits(**chosen):
             break
     reason = "the first that fits into memory" if fits else "the least memory"

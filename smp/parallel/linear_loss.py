@@ -133,6 +133,8 @@ def _pass(
 @functools.cache
 def _compiled() -> Callable[..., Any]:
     """Return :func:`token_losses` compiled, once for all models: of any number of tokens."""
+    from torch._dynamo import exc  # imported late: it takes seconds
+
     compiled = torch.compile(token_losses, fullgraph=True)
 
     @functools.wraps(token_losses)
@@ -143,8 +145,6 @@ def _compiled() -> Callable[..., Any]:
         except exc.BackendCompilerFailed as error:
             cause = first_line(getattr(error, "inner_exception", error))
             raise RunError(f"torch.compile cannot compile the loss: {cause}; leave --compile_loss out") from error
-
-    from torch._dynamo import exc  # imported late: it takes seconds
 
     return called
 

@@ -193,14 +193,11 @@ def model_loss_sum(
 
 def choose(situation: Situation) -> Iterator[Choice]:
     """Take larger chunks on a GPU where they fit: fewer passes over the gradient of the head."""
-    sizes = [factor * CHUNK_TOKENS for factor in (8, 4)]
-    reason = "fewer passes over the gradient of the head, and it fits"
-    for size in sizes:
-        if situation.fits(loss_chunk_tokens=size):
-            yield Choice("loss_chunk_tokens", size, reason)
-            break
+    large = 4 * CHUNK_TOKENS
+    if situation.fits(loss_chunk_tokens=large):
+        yield Choice("loss_chunk_tokens", large, "fewer passes over the gradient of the head, and it fits")
     else:
-        yield Choice("loss_chunk_tokens", CHUNK_TOKENS, f"{sizes[-1]} do not fit")
+        yield Choice("loss_chunk_tokens", CHUNK_TOKENS, f"{large} do not fit")
     why = missing_tools()
     if situation.mesh.tp.size > 1:
         why = "the vocabulary is split"
