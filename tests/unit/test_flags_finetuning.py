@@ -13,6 +13,7 @@ import torch
 
 from smp.config import Settings
 from smp.errors import ConfigError
+from smp.local_shards import local_tensor
 from smp.models.model_config import ModelConfig
 from smp.models.registry import family_of
 from smp.parallel import lora, nf4
@@ -163,7 +164,7 @@ def test_weights_in_4_bits():
     for words, size in ((wide, 64 * 4), ([*wide, "--qlora", 1], 32 + 1 + 1)):
         with one_process(words) as built:
             weight = built.model.model.layers[0].mlp.up_proj.weight
-            assert weight.to_local().nbytes == 64 * size
+            assert local_tensor(weight).nbytes == 64 * size
 
 
 def test_frozen_weights_take_two_bytes_however_the_model_is_built():
