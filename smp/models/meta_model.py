@@ -15,7 +15,7 @@ from smp.models.attention_support import default_attention
 from smp.models.family import Family
 from smp.models.init_rules import InitRule, Recorded, record_rules
 from smp.models.parameters import ParameterTable, parameter_table
-from smp.models.registry import build_model, family_of
+from smp.models.registry import build_model, family_of, model_key
 from smp.models.saved import saved_bytes
 
 # Of those built last, so many are kept: of the config that flags describe, and of the one that they change.
@@ -52,7 +52,7 @@ class MetaModel:
         return bf16, fp32
 
 
-_models: OrderedDict[tuple[str, str, str], MetaModel] = OrderedDict()
+_models: OrderedDict[tuple[str, str], MetaModel] = OrderedDict()
 
 
 def meta_model(hf_config: Any, attn_implementation: str | None = None, *, seed: int | None = None) -> MetaModel:
@@ -66,11 +66,7 @@ def meta_model(hf_config: Any, attn_implementation: str | None = None, *, seed: 
         UserError: the architecture is not supported, or not with this attention.
     """
     family = family_of(hf_config)
-    key = (
-        type(hf_config).__name__,
-        hf_config.to_json_string(),
-        attn_implementation or default_attention(hf_config),
-    )
+    key = model_key(hf_config), attn_implementation or default_attention(hf_config)
     found = _models.get(key)
     if found is None or (seed is not None and found.recorded.seed not in (None, seed)):
         build = functools.partial(build_model, hf_config, attn_implementation=attn_implementation)

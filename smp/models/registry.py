@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ from smp.models.family import Family
 
 _derived: dict[str, Family] = {}  # by config
 
+# Values of a config that change nothing of a model that is built of it: in fp32 and without a cache.
+_NOT_BUILT = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+
 # SMP v2's --model_type -> family, or transformers' model type.
 MODEL_TYPES: Mapping[str, str] = {
     "gpt_neox": "gpt_neox",
@@ -27,6 +31,12 @@ MODEL_TYPES: Mapping[str, str] = {
     "mixtral": "mixtral",
     "gpt2": "gpt2",
 }
+
+
+def model_key(hf_config: Any) -> str:
+    """Return a text that configs of which the same model is built have alike."""
+    values = json.loads(hf_config.to_json_string())
+    return type(hf_config).__name__ + json.dumps({k: v for k, v in values.items() if k not in _NOT_BUILT})
 
 
 def family_of(hf_config: Any) -> Family:
@@ -49,7 +59,7 @@ def family_of(hf_config: Any) -> Family:
             raise UserError(f"architecture {hf_config!r} is not supported: transformers knows no model of this type")
         hf_config = CONFIG_MAPPING[hf_config]()
     check_config(hf_config)
-    key = type(hf_config).__name__ + hf_config.to_json_string()
+    key = model_key(hf_config)
     if key not in _derived:
         plan = TENSOR_PLANS.get(hf_config.model_type)
         try:
