@@ -1,7 +1,8 @@
 """Draw the pictures of README.md and docs/ to docs/images: ``make docs``.
 
 With a file of metrics, such as ``runs/demo/metrics.jsonl``: take the demo's losses from it first. With several, such as
-``runs/muon/metrics.jsonl``, one for each of the optimizers that are compared: take theirs, named by their folders.
+``runs/muon/metrics.jsonl``, one for each of the optimizers that are compared, or with ``runs/bf16/metrics.jsonl`` as the
+first one, of the recipes of fp8: take theirs, named by their folders.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from smp.mesh import lay_out  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-LOSSES, OPTIMIZERS = IMAGES / "demo.jsonl", IMAGES / "optimizers.jsonl"
+LOSSES, OPTIMIZERS, FP8 = IMAGES / "demo.jsonl", IMAGES / "optimizers.jsonl", IMAGES / "fp8.jsonl"
 H200 = ROOT / "benchmarks" / "results" / "gpu" / "2026-11-28-h200.md"
 BLUE, RED, GREY, DARK = "#2c6fbb", "#d1495b", "#9aa5b1", "#24292f"
 CATEGORIES = {
@@ -60,22 +61,34 @@ def take_losses(metrics: list[pathlib.Path]) -> None:
         for record in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
             kept.append(name | {k: round(record[k], 5) for k in ("step", "loss", "val_loss") if k in record})
     lines = "".join(json.dumps(record) + "\n" for record in kept)
-    (LOSSES if len(metrics) == 1 else OPTIMIZERS).write_text(lines, encoding="utf-8")
+    several = FP8 if metrics[0].parent.name == "bf16" else OPTIMIZERS
+    (LOSSES if len(metrics) == 1 else several).write_text(lines, encoding="utf-8")
 
 
 def optimizers() -> Figure:
-    """Draw the losses of one job by optimizer, and their differences from the first one's."""
-    records = [json.loads(line) for line in OPTIMIZERS.read_text(encoding="utf-8").splitlines()]
+    """Draw the training losses of one job by optimizer."""
+    return _compared(OPTIMIZERS, "loss", "training loss", "make train's job, by optimizer")
+
+
+def fp8() -> Figure:
+    """Draw the validation losses of one job by recipe of fp8, beside bf16."""
+    return _compared(FP8, "val_loss", "validation loss", "2,000 steps of a small Llama, by recipe", skipped=400)
+
+
+def _compared(file: pathlib.Path, key: str, what: str, title: str, *, skipped: int = 0) -> Figure:
+    """Draw the losses of runs, and from step ``skipped`` on their differences from the first one's."""
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     runs = list(dict.fromkeys(record["run"] for record in records))
-    curves = {run: {r["step"]: r["loss"] for r in records if r["run"] == run and "loss" in r} for run in runs}
+    curves = {run: {r["step"]: r[key] for r in records if r["run"] == run and key in r} for run in runs}
     figure = Figure(figsize=(8.4, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for run, color in zip(runs, (DARK, BLUE, "#3a8f85", "#e8a33d", RED), strict=False):
+    for run, color in zip(runs, (DARK, BLUE, "#3a8f85", "#e8a33d", RED, GREY), strict=False):
         curve = curves[run]
         left.plot(list(curve), list(curve.values()), color=color, label=run, lw=1.4)
         if run != runs[0]:
-            right.plot(list(curve), [loss - curves[runs[0]][step] for step, loss in curve.items()], color=color, lw=1.4)
-    left.set(xlabel="step", ylabel="training loss, nats per token", title="make train's job, by optimizer")
+            gaps = {step: loss - curves[runs[0]][step] for step, loss in curve.items() if step >= skipped}
+            right.plot(list(gaps), list(gaps.values()), color=color, lw=1.4)
+    left.set(xlabel="step", ylabel=f"{what}, nats per token", title=title)
     right.set(xlabel="step", title=f"difference from {runs[0]}")
     for axes in (left, right):
         axes.grid(axis="y", color="#e4e4e4", lw=0.8)
@@ -225,7 +238,7 @@ def main(arguments: list[str]) -> None:
     """Write the pictures."""
     if arguments:
         take_losses([pathlib.Path(argument) for argument in arguments])
-    for draw in (demo, optimizers, plan, mesh, h200):
+    for draw in (demo, optimizers, fp8, plan, mesh, h200):
         with matplotlib.rc_context(STYLE):
             draw().savefig(IMAGES / f"{draw.__name__}.svg", format="svg", metadata={"Date": None}, facecolor="white")
 
