@@ -53,7 +53,7 @@ _MARK, _NO_CACHE = "_smp_block", "_smp_no_cache"
 
 # Operators by name: those of packages are registered when the package is imported.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_mm_v2"}
-_OF_EXPERTS = {"aten::_grouped_mm"}
+_OF_EXPERTS = {"aten::_grouped_mm", "aten::_scaled_grouped_mm"}
 # Of attention, in any namespace: torch's, flash-attn's of both versions and of the kernels hub, flex attention.
 _ATTENTION = {
     "_scaled_dot_product_flash_attention",

@@ -1,15 +1,15 @@
-"""Linear layers of the blocks in fp8, by torchao (:mod:`smp.parallel.fp8_products`).
+"""Linear layers and routed experts of the blocks in fp8, by torchao.
 
-Values are cast for each product, with scales of that moment; parameters, gradients, the optimizer's state, checkpoints
-and exports are those of a model without. The head, the embedding, norms, routers and attention stay in the dtype of the
-computation.
+Values are cast for each product (:mod:`smp.parallel.fp8_products` and :mod:`smp.parallel.fp8_experts`), with scales of
+that moment; parameters, gradients, the optimizer's state, checkpoints and exports are those of a model without. The
+head, the embedding, norms, routers and attention stay in the dtype of the computation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,13 +18,15 @@ from torch import nn
 from smp.config import ActivationConfig, ParallelConfig, Section, Settings, setting
 from smp.errors import ConfigError
 from smp.log import get_logger
-from smp.memory.shape import ModelShape, Moment, Workload
+from smp.memory.shape import ModelShape, Moment, Workload, splits_tokens
 from smp.mesh import Mesh
 from smp.models.experts import expert_modules
 from smp.models.family import Family
 from smp.models.meta_model import meta_model
 from smp.models.projection import is_transposed
 from smp.parallel.choices import Choice, Situation
+from smp.parallel.expert_adapters import matrices
+from smp.parallel.experts.compute import PRODUCTS
 from smp.parallel.linear import product_of, replace_product
 from smp.parallel.lora import Config as LoraConfig
 from smp.parallel.lora import linear_layers
@@ -37,15 +39,19 @@ MX = "mxfp8"
 _ALIGNED, _MX_ALIGNED = 16, 32  # values, of outputs and inputs, which products in fp8 take
 # Compute capability of the first GPUs with such products.
 _CAPABILITY, _MX_CAPABILITY = ((8, 9), "Ada, Hopper"), ((10, 0), "Blackwell")
+# Major compute capability of the GPUs that have grouped products in fp8, as of torch 2.13: with other recipes, MXFP8.
+_GROUPED, _MX_GROUPED = (9, "Hopper"), (10, "Blackwell")
 _MOVED = 5  # bytes of each value that is cast: read in bf16 for the largest one, read again, and written
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Section):
-    """Products of linear layers in fp8."""
+    """Products of linear layers and routed experts in fp8."""
 
     fp8: bool = setting(
-        False, "Compute the blocks' linear layers in fp8, on GPUs from Ada and Hopper on; on CPUs it is emulated."
+        False,
+        "Compute the blocks' linear layers and routed experts in fp8, on GPUs from Ada and Hopper on; on CPUs it is "
+        "emulated.",
     )
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = setting(
         "rowwise_with_gw_hp",
@@ -91,15 +97,19 @@ def too_old(config: Config, capability: tuple[int, int] | None) -> list[str]:
             f"and this one has {has}: use {advice}"]  # fmt: skip
 
 
+def has_grouped(config: Config, capability: tuple[int, int] | None) -> bool:
+    """Return whether a GPU has grouped products in fp8, by its compute capability; None: a CPU, which emulates them."""
+    return capability is None or capability[0] == (_MX_GROUPED if config.fp8_recipe == MX else _GROUPED)[0]
+
+
 def _sizes(layer: Any) -> tuple[int, int]:
     """Return outputs and inputs; a weight in 4 bits has another shape."""
     return (layer.nf, layer.nx) if is_transposed(layer) else (layer.out_features, layer.in_features)
 
 
-def _aligned(setup: Setup) -> int:
-    """Return what outputs and inputs of a layer must be multiples of, so that every rank's part can be in fp8."""
-    of_rank = _MX_ALIGNED if setup.settings[Config].fp8_recipe == MX else _ALIGNED
-    return of_rank * setup.mesh.tp.size
+def _aligned(config: Config, ranks: int = 1) -> int:
+    """Return what outputs and inputs must be multiples of, so that the part of each of so many ranks can be in fp8."""
+    return ranks * (_MX_ALIGNED if config.fp8_recipe == MX else _ALIGNED)
 
 
 def _layers(model: nn.Module, family: Family, aligned: int) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
@@ -120,8 +130,17 @@ def _layers(model: nn.Module, family: Family, aligned: int) -> tuple[dict[str, n
     return taken, others
 
 
-def _named(layers: Mapping[str, nn.Module]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in Counter(path.rpartition(".")[2] for path in layers).items())
+def _matrices(model: nn.Module, config: Config) -> tuple[list[str], list[str]]:
+    """Return the names of routed experts' parameters that grouped products in fp8 take, and of the others."""
+    taken, others = list[str](), list[str]()
+    for name in matrices(model):
+        fits = all(size % _aligned(config) == 0 for size in model.get_parameter(name).shape[1:])
+        (taken if fits else others).append(name)
+    return taken, others
+
+
+def _named(paths: Iterable[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(path.rpartition(".")[2] for path in paths).items())
 
 
 def choose(situation: Situation) -> Iterator[Choice]:
@@ -132,11 +151,12 @@ def choose(situation: Situation) -> Iterator[Choice]:
 
 def problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return why no layer can be computed in fp8, and what does not go with it."""
-    if not setup.settings[Config].fp8:
+    config = setup.settings[Config]
+    if not config.fp8:
         return []
-    found, aligned = [], _aligned(setup)
-    taken, others = _layers(meta_model(hf_config).model, setup.family, aligned)
-    if not taken:
+    found, aligned, model = [], _aligned(config, setup.mesh.tp.size), meta_model(hf_config).model
+    taken, others = _layers(model, setup.family, aligned)
+    if not taken and not _matrices(model, config)[0]:
         found.append(
             f"--fp8 1: no linear layer of the blocks has outputs and inputs of multiples of {aligned} "
             f"({_named(others) or 'they have none'}), which products in fp8 need: leave it out"
@@ -147,7 +167,7 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
-    """Let the products of the blocks' linear layers be in fp8; before the layers are split, after adapters.
+    """Let the products of the blocks' linear layers and experts be in fp8; before they are split, after adapters.
 
     Raises:
         ConfigError: torchao is not installed, or another than is known.
@@ -160,7 +180,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
     from smp.parallel.fp8_products import Blocks, Fp8, Scaled, cast_frozen_once, in_fp8
 
     device, ranks = setup.device_type, mesh.tp_mesh if mesh.tp.size > 1 else None
-    taken, others = _layers(model, setup.family, _aligned(setup))
+    taken, others = _layers(model, setup.family, _aligned(config, mesh.tp.size))
     products = {}
     for path, layer in taken.items():
         scaled = config.fp8_recipe != MX
@@ -172,7 +192,30 @@ def apply(model: nn.Module, setup: Setup) -> None:
         for block in model_blocks(model, setup.family):
             if inside := [(each, frozen[id(each)]) for each in block.modules() if id(each) in frozen]:
                 cast_frozen_once(block, inside)
-    _log(config, model, taken, others, emulated=device == "cpu")
+    _log(config, taken, others, _replace_experts(model, config, device), emulated=device == "cpu")
+
+
+def _replace_experts(model: nn.Module, config: Config, device_type: str) -> str:
+    """Let the products of routed experts be in fp8; returns what the log says of them."""
+    taken, others = _matrices(model, config)
+    if not taken + others:
+        return ""
+    recipe, is_mx = config.fp8_recipe, config.fp8_recipe == MX
+    said = f"; the routed experts are not in fp8: {recipe} has no grouped products"
+    if not has_grouped(config, torch.cuda.get_device_capability() if device_type == "cuda" else None):
+        return f"{said} but on {(_MX_GROUPED if is_mx else _GROUPED)[1]}"
+    from smp.parallel import fp8_experts
+
+    try:
+        product = fp8_experts.grouped(device_type, mx=is_mx, weights=recipe == "rowwise")
+    except ImportError as error:
+        return f"{said} in this torchao ({error})"
+    for path, _, name in (each.rpartition(".") for each in taken):
+        vars(model.get_submodule(path)).setdefault(PRODUCTS, {})[name] = product
+    said = f"; {len(taken)} of {len(taken + others)} grouped products of routed experts"
+    # torch's take a scale for each row, and e4m3 alone, where tensorwise has e5m2 for gradients.
+    said += ", as with rowwise_with_gw_hp" * (recipe == "tensorwise")
+    return f"{said}, without {_named(others)} by their sizes" if others else said
 
 
 def _casts_once(mesh: Mesh, settings: Settings) -> bool:
@@ -185,15 +228,13 @@ def _keeps(layer: nn.Module) -> bool:
     return not layer.weight.requires_grad and not isinstance(product_of(layer), Unpacked)  # type: ignore[union-attr]
 
 
-def _log(config: Config, model: nn.Module, taken: Mapping, others: Mapping, *, emulated: bool) -> None:
+def _log(config: Config, taken: Mapping, others: Mapping, of_experts: str, *, emulated: bool) -> None:
     if emulated:
         logger.warning("--fp8 1 on CPUs is emulated: the values are those of fp8, and it is slower than without.")
     said = f"{len(taken)} of {len(taken) + len(others)} linear layers of the blocks compute in fp8, {config.fp8_recipe}"
     if others:
         said += f"; not in fp8, by their sizes or as they are not called: {_named(others)}"
-    if expert_modules(model):
-        said += "; the routed experts are not in fp8"
-    logger.info("%s.", said)
+    logger.info("%s%s.", said, of_experts)
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
@@ -205,8 +246,19 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         copies = 1 if work.settings[Config].fp8_recipe == "tensorwise" else 2  # one for forward and one for backward
         found["parameters"] = copies * shape.layers * shape.linear
     if work.moment in (Moment.LAST_BLOCK, Moment.FIRST_BLOCK):
-        found["activations"] = (work.tokens(mesh) + shape.hidden) * shape.intermediate // mesh.tp.size
+        dense = (work.tokens(mesh) + shape.hidden) * shape.intermediate // mesh.tp.size
+        # Of experts, of which gate and up, two thirds, are one product.
+        rows, weights = _of_experts(shape, mesh, work)
+        found["activations"] = max(dense, int(work.imbalance * rows) + 2 * weights // 3)
     return found
+
+
+def _of_experts(shape: ModelShape, mesh: Mesh, work: Workload) -> tuple[int, int]:
+    """Count the values of rows, balanced, and of matrices that a layer's experts cast in forward on a rank."""
+    ranks = mesh.tp.size if splits_tokens(mesh, work) else 1
+    # A token's experts save the inputs and outputs of three matrices: `sent`, and three times the inner width, twice.
+    inner = (shape.routed // 2 - shape.sent) // 3
+    return work.tokens(mesh) * (shape.sent + inner) // ranks, shape.experts // mesh.degree("ep")
 
 
 def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
@@ -215,4 +267,5 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
         return Traffic()
     tp = mesh.tp.size
     inputs = 2 * shape.hidden + ((shape.attention or shape.hidden) + shape.intermediate) // tp
-    return Traffic(moved=_MOVED * (work.tokens(mesh) * inputs + shape.linear // tp))
+    cast = work.tokens(mesh) * inputs + shape.linear // tp + sum(_of_experts(shape, mesh, work))
+    return Traffic(moved=_MOVED * cast)

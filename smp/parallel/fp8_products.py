@@ -1,8 +1,8 @@
 """Products of linear layers in fp8: torchao's casts and matrix products, behind smp's seam for products.
 
-torchao is imported with this file, and by no other for fp8. Its ``Float8Linear`` and ``MXFP8Linear`` are modules in
-place of ``nn.Linear``, of which tensor parallelism and adapters know nothing; the same casts and products give their
-bits.
+torchao is imported with this file and :mod:`smp.parallel.fp8_experts`, and by no other for fp8. Its ``Float8Linear``
+and ``MXFP8Linear`` are modules in place of ``nn.Linear``, of which tensor parallelism and adapters know nothing; the
+same casts and products give their bits.
 """
 
 from __future__ import annotations

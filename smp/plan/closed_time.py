@@ -23,6 +23,7 @@ from smp.optim.optimizers import gathered_bytes, moved_bytes, product_flops
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.fp8 import Config as Fp8Config
+from smp.parallel.fp8 import has_grouped
 from smp.parallel.lora import Config as LoraConfig
 from smp.parallel.nf4 import BYTES
 from smp.parallel.technique import Sent, member
@@ -95,9 +96,11 @@ def _block(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, mer
     weights, routed = _block_weights(shape), shape.active if shape.experts else 0
     plain = products = 2 * tokens * weights / tp / (peak * share.products)
     fp8 = work.settings[Fp8Config]
-    if fp8.fp8:  # not of routed experts
-        products *= (routed + (weights - routed) * peak / row.flops(1)) / weights
-    of_weights = plain if fp8.fp8_recipe == "rowwise_with_gw_hp" else products
+    others = routed * (not has_grouped(fp8, row.capability))  # weights of products that are not in fp8
+    if fp8.fp8:
+        products *= (others + (weights - others) * peak / row.flops(1)) / weights
+    others = weights if fp8.fp8_recipe == "rowwise_with_gw_hp" else routed if fp8.fp8_recipe == "tensorwise" else 0
+    of_weights = products + (plain - products) * others / weights
     return _Block(
         products=products,
         attention_forward=attention_forward,

@@ -18,9 +18,10 @@ from smp.parallel.choices import Situation
 from smp.parallel.lora import Config as LoraConfig
 from smp.parallel.parallelize import shape_of
 from smp.parallel.technique import Setup
-from smp.plan.closed_time import step_time
+from smp.plan.closed_time import _block, step_time
 from smp.plan.devices import DEVICES
 from smp.plan.request import read_request
+from tests import experts
 from tests.flags import check, hf, one_process, parse, plan_of
 from tests.job import LLAMA
 from tests.reference import relative
@@ -87,6 +88,16 @@ def test_layers_of_other_sizes():
     assert "multiples of 32 (" in found
 
 
+def test_experts_need_multiples_whatever_the_ranks():
+    """Tensor parallelism does not split them."""
+    config = experts.config_of("mixtral", hidden_size=48, head_dim=24)
+    setup = Setup(family_of(config), lay_out(1, 1, 2), Settings((fp8.Config(fp8=True), ParallelConfig())))
+    assert fp8.problems(config, setup) == []
+    config.hidden_size = 40
+    (found,) = fp8.problems(config, setup)
+    assert "no linear layer of the blocks has outputs and inputs of multiples of 32 (" in found
+
+
 def test_products_are_not_left_to_overlapped_collectives():
     overlapped = ParallelConfig(tp_overlap=True)
     (found,) = problems(["--hidden_width", 64], overlapped, tp=2)
@@ -115,6 +126,41 @@ def test_products_are_planned_faster_where_the_gpu_has_fp8():
     )  # fmt: skip
     assert every < kept < plain < 2 * every
     assert seconds("a100_80gb", fp8=True) > seconds("a100_80gb")  # its products are those of bf16, and casts are more
+
+
+def test_experts_are_planned_where_the_gpu_has_their_products():
+    words = [
+        "--model_type",
+        "mixtral",
+        "--hidden_width",
+        4096,
+        "--num_heads",
+        32,
+        "--num_layers",
+        2,
+        "--vocab_size",
+        512,
+    ]
+    model, mesh = resolve_model(parse([*words, "--use_synthetic_data", 1]).model), lay_out()
+    work = Workload(1024, 8, 2, Settings((fp8.Config(fp8=True),)), moment=Moment.LAST_BLOCK, device_type="cuda")
+    shape = shape_of(model, work.settings)
+    others = 1 - shape.active / (shape.block - shape.experts + shape.active)  # of the weights of a token
+    for row, recipe, share in (
+        ("h100", "rowwise", 1), ("b200", "rowwise", others), ("b200", "mxfp8", 1), ("l40s", "tensorwise", others),
+    ):  # fmt: skip
+        plain, found = (
+            _block(shape, mesh, work.changed(**changes), DEVICES[row], merged=0).products
+            for changes in ({"fp8": False}, {"fp8_recipe": recipe})
+        )
+        assert found == pytest.approx(plain * (1 - share / 2)), (row, recipe)
+    # A step casts a layer's rows and matrices, and has the rows and two of three matrices of each expert at once.
+    tokens, inner = 8 * 1024, shape.intermediate
+    assert shape.experts == 8 * 3 * 4096 * inner
+    cast = 2 * tokens * (4096 + inner) + 2 * shape.experts // 3
+    assert fp8.cost(shape, mesh, work)["activations"] == cast
+    split = lay_out(shard=2, ep=2)
+    assert fp8.cost(shape, split, work)["activations"] == cast - shape.experts // 3
+    assert fp8.traffic(shape, mesh, work).moved - fp8.traffic(shape, split, work).moved == 5 * shape.experts // 2
 
 
 def test_frozen_weights_are_planned_with_their_casts():

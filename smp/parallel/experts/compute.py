@@ -11,10 +11,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from smp.local_shards import local_tensor
 
-# Attribute of experts: by the name of a parameter, what is called with the product of rows with it, the experts, the
-# rows and the counts, and returns what is computed with instead.
-BESIDE = "_smp_beside_experts"
+# Attributes of experts: by the name of a parameter, what multiplies with it in place of :func:`multiply`; and what is
+# called with the product, the experts, the rows and the counts, and returns what is computed with instead.
+PRODUCTS, BESIDE = "_smp_products_of_experts", "_smp_beside_experts"
 _ALIGNED = 16  # bytes, of the strides that grouped_mm takes
+
+
+def has_kernel(rows: torch.Tensor) -> bool:
+    """Return whether grouped_mm takes a dtype; its fake takes bf16 alone."""
+    return rows.dtype == torch.bfloat16 if isinstance(rows, FakeTensor) else rows.dtype != torch.float64
+
+
+def group_ends(counts: list[int], device: torch.device) -> torch.Tensor:
+    """Return where the rows of each expert end, ``(experts,)`` int32."""
+    return torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)
 
 
 def multiply(rows: torch.Tensor, weight: torch.Tensor, counts: list[int], *, transposed: bool = False) -> torch.Tensor:
@@ -27,17 +37,16 @@ def multiply(rows: torch.Tensor, weight: torch.Tensor, counts: list[int], *, tra
         weight: ``(experts, outputs, inputs)``, or transposed.
     """
     is_aligned = all(size * weight.element_size() % _ALIGNED == 0 for size in weight.shape[1:])
-    has_kernel = rows.dtype == torch.bfloat16 if isinstance(rows, FakeTensor) else rows.dtype != torch.float64
-    if not has_kernel or not len(rows) or not is_aligned:
+    if not has_kernel(rows) or not len(rows) or not is_aligned:
         parts = zip(rows.split(counts), weight, strict=True)
         return torch.cat([part @ each if transposed else F.linear(part, each) for part, each in parts])
-    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(rows.device)
-    return F.grouped_mm(rows, weight if transposed else weight.transpose(-2, -1), offs=ends)
+    return F.grouped_mm(rows, weight if transposed else weight.transpose(-2, -1), offs=group_ends(counts, rows.device))
 
 
 def _multiply(module: Any, name: str, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Multiply rows, sorted by expert, with their expert's matrix, add what is beside it, and its bias."""
-    found = multiply(rows, local_tensor(getattr(module, name)), counts, transposed=module.is_transposed)
+    product = getattr(module, PRODUCTS, {}).get(name, multiply)
+    found = product(rows, local_tensor(getattr(module, name)), counts, transposed=module.is_transposed)
     if (beside := getattr(module, BESIDE, {}).get(name)) is not None:
         found = beside(found, module, rows, counts)
     if module.has_bias:
