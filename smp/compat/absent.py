@@ -70,9 +70,7 @@ ABSENT: dict[str, tuple[Absent, ...]] = {
         Absent("use_orig_params", False, "FSDP1's switch to original parameters.",
                no_effect="fully_shard always keeps the original parameters"),
     ),
-    "fp8_recipe": (
-        Absent("fp8_all_gather", False, "Gather sharded weights in fp8.",
-               "weights are gathered in the dtype of the computation, and cast to fp8 by each rank; leave it out"),
+    "fp8_all_gather": (
         Absent("fp8_amax_history_len", 1024, "Length of SMP v2's history of scales.", no_effect=_DYNAMIC),
         Absent("fp8_amax_compute_algo", "max", "How SMP v2 makes a scale of the history.", no_effect=_DYNAMIC,
                kind=Literal["max", "most_recent"]),

@@ -58,12 +58,19 @@ class Config(Section):
         "Scales of fp8, powers of two: one for each tensor; for each row; for each row, with the weights' gradients "
         "not in fp8; or, on Blackwell, for each 32 values.",
     )
+    fp8_all_gather: bool = setting(
+        False, "Gather sharded weights of layers in fp8 in fp8, with recipe `tensorwise`: a byte for a value."
+    )
 
     def problems(self) -> list[str]:
         """Add a recipe without fp8."""
         found = super().problems()
         if not self.fp8 and self.fp8_recipe != "rowwise_with_gw_hp":
             found.append(f"--fp8_recipe {self.fp8_recipe} is of --fp8 1: set it, or leave the recipe out")
+        if self.fp8_all_gather and not (self.fp8 and self.fp8_recipe == "tensorwise"):
+            given = f"--fp8 1 --fp8_recipe {self.fp8_recipe}" if self.fp8 else "--fp8 0"
+            found.append(f"--fp8_all_gather 1 gathers weights with one scale for a tensor, got {given}: set --fp8 1 "
+                         f"--fp8_recipe tensorwise, or leave it out")  # fmt: skip
         return found
 
 
@@ -163,6 +170,8 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
         )
     if setup.settings[ParallelConfig].tp_overlap is True:
         found.append("--tp_overlap 1 computes products inside of collectives, not in fp8: leave it out, or --fp8 1")
+    if setup.settings[Config].fp8_all_gather and setup.settings[LoraConfig].qlora:
+        found.append("--fp8_all_gather 1: weights of --qlora 1 are gathered in 4 bits: leave it out")
     return found
 
 
@@ -187,7 +196,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
         casts = Scaled(config.fp8_recipe, device, sizes=_sizes(layer), mesh=ranks) if scaled else Blocks(device)
         products[path] = Fp8(casts)
         replace_product(layer, in_fp8(product_of(layer), products[path]))  # type: ignore[arg-type]
-    if _casts_once(mesh, setup.settings):
+    if casts_once(mesh, setup.settings):
         frozen = {id(taken[path]): product for path, product in products.items() if _keeps(taken[path])}
         for block in model_blocks(model, setup.family):
             if inside := [(each, frozen[id(each)]) for each in block.modules() if id(each) in frozen]:
@@ -218,7 +227,7 @@ def _replace_experts(model: nn.Module, config: Config, device_type: str) -> str:
     return f"{said}, without {_named(others)} by their sizes" if others else said
 
 
-def _casts_once(mesh: Mesh, settings: Settings) -> bool:
+def casts_once(mesh: Mesh, settings: Settings) -> bool:
     """Return whether frozen weights keep what they were cast to: where a rank has all of them, on its device."""
     return mesh.shard.size == 1 == mesh.tp.size and not settings[ActivationConfig].cpu_offload
 
@@ -242,7 +251,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     if not work.settings[Config].fp8 or work.moment is Moment.UPDATE:
         return {}
     found, lora = {}, work.settings[LoraConfig]
-    if shape.frozen_but is not None and not lora.qlora and _casts_once(mesh, work.settings):
+    if shape.frozen_but is not None and not lora.qlora and casts_once(mesh, work.settings):
         copies = 1 if work.settings[Config].fp8_recipe == "tensorwise" else 2  # one for forward and one for backward
         found["parameters"] = copies * shape.layers * shape.linear
     if work.moment in (Moment.LAST_BLOCK, Moment.FIRST_BLOCK):
@@ -261,11 +270,19 @@ def _of_experts(shape: ModelShape, mesh: Mesh, work: Workload) -> tuple[int, int
     return work.tokens(mesh) * (shape.sent + inner) // ranks, shape.experts // mesh.degree("ep")
 
 
+def gathered_less(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
+    """Count the bytes of a block that its gather in fp8 leaves out."""
+    if not work.settings[Config].fp8_all_gather or (shape.frozen_but is not None and casts_once(mesh, work.settings)):
+        return 0
+    return (work.compute_bytes - 1) * (shape.linear // mesh.tp.size)
+
+
 def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     """Count what the casts of a block's inputs and weights move."""
     if not work.settings[Config].fp8:
         return Traffic()
     tp = mesh.tp.size
     inputs = 2 * shape.hidden + ((shape.attention or shape.hidden) + shape.intermediate) // tp
-    cast = work.tokens(mesh) * inputs + shape.linear // tp + sum(_of_experts(shape, mesh, work))
+    weights = shape.linear // tp // (mesh.shard.size if work.settings[Config].fp8_all_gather else 1)
+    cast = work.tokens(mesh) * inputs + weights + sum(_of_experts(shape, mesh, work))
     return Traffic(moved=_MOVED * cast)

@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.float8.config import Float8LinearConfig, ScalingGranularity, ScalingType
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
-from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig, ScaledMMConfig
+from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 from smp.local_shards import local_tensor
 from smp.parallel.adapter import Adapter
@@ -76,12 +77,30 @@ class Scaled:
             round_scales_to_power_of_2=True,
         )
 
+    def scale(self, largest: torch.Tensor) -> torch.Tensor:
+        """Return the scales of weights whose largest values these are."""
+        return amax_to_scale(largest, self._config.cast_config_weight.target_dtype, round_scales_to_power_of_2=True)
+
+    def bytes(self, shard: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return a part of a weight in fp8."""
+        found = to_fp8_saturated(shard.float() * scale, self._config.cast_config_weight.target_dtype)
+        return found.view(torch.uint8)
+
+    def of_bytes(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Any:
+        """Return a weight of ``dtype``, for autograd, whose values are in fp8 already."""
+        fp8 = data.view(self._config.cast_config_weight.target_dtype)
+        return Float8TrainingTensor(fp8, scale, dtype, self._plain, _WEIGHT)
+
     def weight(self, weight: torch.Tensor) -> Any:
         """Return ``(inputs, outputs)`` for forward."""
+        if isinstance(weight, Float8TrainingTensor):
+            return weight.t()
         return self._cast(weight.t(), weight, self._config.cast_config_weight, _WEIGHT, 0)
 
     def weight_for_input_gradient(self, weight: torch.Tensor) -> Any:
         """Return ``(outputs, inputs)`` for backward."""
+        if isinstance(weight, Float8TrainingTensor):
+            return weight
         return self._cast(weight.t(), weight, self._config.cast_config_weight_for_grad_input, _WEIGHT, -1).t()
 
     def input(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -147,23 +166,27 @@ class Blocks:
 
 
 class Fp8(Product):
-    """A linear layer's product and its gradients of values that are cast to fp8."""
+    """A linear layer's product and its gradients of values that are cast to fp8.
+
+    Attributes:
+        casts: of inputs, weights and gradients; a weight that was gathered in fp8 is not cast again.
+    """
 
     def __init__(self, casts: Scaled | Blocks):
-        self._casts = casts
+        self.casts = casts
         self._frozen: list[Any] = []  # a weight for forward and backward; one list for all copies
 
     def cast_once(self, weight: torch.Tensor) -> None:
         """Cast a weight ``(outputs, inputs)`` that never changes, for all products to come."""
-        self._frozen[:] = self._casts.weight(weight), self._casts.weight_for_input_gradient(weight)
+        self._frozen[:] = self.casts.weight(weight), self.casts.weight_for_input_gradient(weight)
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *own: torch.Tensor,
         product: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return the layer's output ``(..., outputs)``, in the input's dtype."""
-        matrix = self._frozen[0] if self._frozen else self._casts.weight(weight)
-        found = torch.mm(self._casts.input(x.reshape(-1, x.shape[-1]), weight), matrix).view(*x.shape[:-1], -1)
+        matrix = self._frozen[0] if self._frozen else self.casts.weight(weight)
+        found = torch.mm(self.casts.input(x.reshape(-1, x.shape[-1]), weight), matrix).view(*x.shape[:-1], -1)
         return found if bias is None else found + bias
 
     def input_gradient(
@@ -171,15 +194,15 @@ class Fp8(Product):
         product: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return the gradient of the input ``(tokens, inputs)``, in that of the output's dtype."""
-        matrix = self._frozen[1] if self._frozen else self._casts.weight_for_input_gradient(weight)
-        found = torch.mm(self._casts.gradient(gradient, weight), matrix)
+        matrix = self._frozen[1] if self._frozen else self.casts.weight_for_input_gradient(weight)
+        found = torch.mm(self.casts.gradient(gradient, weight), matrix)
         return found if into is None else into.add_(found)
 
     def parameter_gradients(
         self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, needs: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """Return the weight's gradient, by the recipe in fp8 or not."""
-        return [torch.mm(*self._casts.for_weight_gradient(gradient, x, weight)) if needs[0] else None]
+        return [torch.mm(*self.casts.for_weight_gradient(gradient, x, weight)) if needs[0] else None]
 
 
 class AdapterOfFp8(Adapter, Fp8):

@@ -32,6 +32,7 @@ from smp.parallel import (
     documents,
     experts,
     fp8,
+    fp8_gather,
     lora,
     loss,
     offload,
@@ -59,6 +60,7 @@ TECHNIQUES: list[Technique] = [
     offload,
     loss,
     sharding,
+    fp8_gather,
 ]
 # Of settings that are auto, in the order in which they are chosen.
 CHOOSERS: list[Chooser] = [

@@ -23,7 +23,7 @@ from smp.optim.optimizers import gathered_bytes, moved_bytes, product_flops
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.fp8 import Config as Fp8Config
-from smp.parallel.fp8 import has_grouped
+from smp.parallel.fp8 import gathered_less, has_grouped
 from smp.parallel.lora import Config as LoraConfig
 from smp.parallel.nf4 import BYTES
 from smp.parallel.technique import Sent, member
@@ -116,6 +116,12 @@ def _gathered(shape: ModelShape, mesh: Mesh) -> float:
     if not shape.experts:
         return _block_weights(shape) / mesh.tp.size
     return shape.gathered(shape.unit_sizes(mesh.tp.size, mesh.degree("ep")), mesh).block
+
+
+def _gathered_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> float:
+    """Count the bytes of a block that a rank gathers."""
+    of_weight = BYTES if work.settings[LoraConfig].qlora else work.compute_bytes
+    return of_weight * _gathered(shape, mesh) - gathered_less(shape, mesh, work)
 
 
 def _trained(shape: ModelShape, mesh: Mesh) -> tuple[float, float, float]:
@@ -217,8 +223,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     forward_gathers, backward_gathers = (1, 0) if once else (1 + more, 1)
     gathers = forward_gathers + backward_gathers
     reduced, outside, own = _trained(shape, mesh)
-    weight_bytes = BYTES if adapters.qlora else value
-    gather = links.send("all_gather", weight_bytes * _gathered(shape, mesh), "dp_shard", gathers * blocks)
+    gather = links.send("all_gather", _gathered_bytes(shape, mesh, work), "dp_shard", gathers * blocks)
     scatter = links.send("reduce_scatter", REDUCE_BYTES * reduced, "dp_shard", blocks)
     vocabulary = shape.hidden * shape.vocabulary / tp
     # What is not overlapped: the embedding's gather, the first block's, and the last reductions.

@@ -188,8 +188,8 @@ def check_layouts(said):
 
 def one_rank(product):
     """The product of a layer that is not split."""
-    if hasattr(product._casts, "_mesh"):
-        product._casts._mesh = None
+    if hasattr(product.casts, "_mesh"):
+        product.casts._mesh = None
     return product
 
 

@@ -27,6 +27,7 @@ ACCUMULATED = ("--gradient_accumulation_steps", "4")
 CP2 = ("--context_parallel_degree", "2", "--cp_comm_type")
 LORA = ("--lora_rank", "4")
 LOW = ("--bf16", "1", "--param_dtype", "bf16")
+FP8 = ("--fp8", "1", "--fp8_recipe", "tensorwise", "--fp8_all_gather", "1")
 DPO = ("--dpo", "1")
 MUON = ("--optimizer", "muon")
 # Few tokens of a wide model: the update needs most.
@@ -73,6 +74,8 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "pairs, all parameters, cp": (2, "gloo", (*LLAMA, *FULL, *DPO, *CP2, "p2p", "--gradient_accumulation_steps", "5")),
     "pairs, all parameters": (2, "smddp", (*LLAMA, *FULL, *DPO, *SELECTIVE)),
     "pairs, an answer a row": (2, "gloo", (*LLAMA, *FULL, *DPO, "--pack", "0")),
+    "gathered in fp8": (2, "gloo", (*LLAMA, *FULL, *FP8, "--bf16", "1")),
+    "gathered in fp8, tp": (4, "smddp", (*LLAMA, *TP2, *FULL, *FP8, *ACCUMULATED)),
     "cp, window": (2, "gloo", (*MISTRAL, *FULL, *CP2, "all_gather")),
 }  # fmt: skip
 # One of each technique; the others are crosses of them.
@@ -86,7 +89,7 @@ CROSSES = tuple(name for name in CASES if name not in USUAL)
 
 def compare(name: str, folder: pathlib.Path) -> None:
     """Of crosses the first rank is looked at, too."""
-    if "4 bits" in name:
+    if "4 bits" in name or "fp8" in name:
         pytest.importorskip("torchao")
     world, backend, words = CASES[name]
     ranks = sorted({world - 1, *([0] if name in CROSSES else [])})

@@ -46,6 +46,19 @@ def test_a_run_goes_on_with_fp8_and_without_and_at_any_layout(tmp_path):
         assert other == pytest.approx(in_fp8[2:], rel=1e-4), name
 
 
+@pytest.mark.full
+def test_a_run_goes_on_with_its_bits_where_weights_are_gathered_in_fp8(tmp_path):
+    words = ["--fp8", 1, "--fp8_recipe", "tensorwise", "--sharding_strategy", "full_shard", "--save_final_model", 1]
+    gathered = [*words, "--fp8_all_gather", 1, "--validation_freq", 2]
+    run(tmp_path, "plain", *words, "--checkpoint_freq", 2, world_size=2)
+    checkpoint = next((tmp_path / "plain" / "checkpoints").glob("*-2steps"))
+    said = run(tmp_path, "again", *gathered, "--resume_from_checkpoint", checkpoint, world_size=2).output
+    assert "weights are gathered in fp8" in said and "Changed since" not in said
+    assert losses(tmp_path / "again") == losses(tmp_path / "plain")[2:]
+    plain, again = ((tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("plain", "again"))
+    assert plain == again
+
+
 # Measured: 0.5, 0.8, 1.2 and 1.7 %.
 WITHIN = {"rowwise": 0.01, "rowwise_with_gw_hp": 0.01, "tensorwise": 0.02, "mxfp8": 0.025}
 

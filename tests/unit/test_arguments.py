@@ -286,7 +286,7 @@ def test_help_marks_what_is_not_in_this_version(shown):
     entries = re.split(r"^  (?=--)", shown, flags=re.M)
     marked = {entry.split()[0][2:] for entry in entries if "(not in this version)" in re.sub(r"\s+", " ", entry)}
     single = {name for name, flag in FLAGS.items() if len(flag.field.metadata["only"]) == 1}
-    assert marked == single and {"fp8_all_gather", "global_token_shuffle", "moe_all_to_all_dispatcher"} <= marked
+    assert marked == single and {"global_token_shuffle", "moe_all_to_all_dispatcher"} <= marked
 
 
 def test_the_version_is_printed_and_nothing_is_asked_for(capsys):

@@ -13,7 +13,7 @@ from smp.memory.shape import Moment, Workload
 from smp.mesh import lay_out
 from smp.models.model_config import resolve_model
 from smp.models.registry import family_of
-from smp.parallel import fp8
+from smp.parallel import fp8, fp8_gather
 from smp.parallel.choices import Situation
 from smp.parallel.lora import Config as LoraConfig
 from smp.parallel.parallelize import shape_of
@@ -45,8 +45,9 @@ def test_what_is_refused_before_anything_is_loaded(monkeypatch, capsys, tmp_path
     assert plan_of(["--fp8", 1, "--dry_run", 1, "--dry_run_world_size", 8], tmp_path).settings[fp8.Config].fp8
     wanted = "--fp8_recipe rowwise is of --fp8 1: set it, or leave the recipe out"
     assert said([*job, "--fp8_recipe", "rowwise"], capsys) == [wanted]
-    sentence = "--fp8_all_gather 1 is not available: weights are gathered in the dtype of the computation"
-    assert [text.partition(", and")[0] for text in said([*job, "--fp8_all_gather", "1"], capsys)] == [sentence]
+    for words, got in (([], "--fp8 0"), (["--fp8", "1"], "--fp8 1 --fp8_recipe rowwise_with_gw_hp")):
+        wanted = f"--fp8_all_gather 1 gathers weights with one scale for a tensor, got {got}: set --fp8 1 --fp8_recipe "
+        assert said([*job, *words, "--fp8_all_gather", "1"], capsys) == [f"{wanted}tensorwise, or leave it out"]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,13 @@ def test_products_are_not_left_to_overlapped_collectives():
     for changes, chosen in (({"fp8": True}, [("tp_overlap", False)]), ({}, [])):
         situation = Situation(None, Settings((fp8.Config(**changes),)), "cuda", 1, lambda **_: True, lay_out(1, 1, 2))
         assert [(choice.name, choice.value) for choice in fp8.choose(situation)] == chosen
+
+
+def test_weights_in_4_bits_are_not_gathered_in_fp8():
+    changes = {"fp8_recipe": "tensorwise", "fp8_all_gather": True}
+    (found,) = problems(["--hidden_width", 64], LoraConfig(lora_rank=4, qlora=True), **changes)
+    assert found == "--fp8_all_gather 1: weights of --qlora 1 are gathered in 4 bits: leave it out"
+    assert problems(["--hidden_width", 64], LoraConfig(lora_rank=4), **changes) == []
 
 
 def planned(words, **changes):
@@ -175,6 +183,39 @@ def test_frozen_weights_are_planned_with_their_casts():
     cast = (8 * 1024 + shape.hidden) * shape.intermediate
     assert fp8.cost(shape, lay_out(), trained) == {"activations": cast}
     assert fp8.cost(shape, lay_out(), dataclasses.replace(trained, moment=Moment.UPDATE)) == {}
+
+
+def test_gathers_in_fp8_are_planned_with_a_byte_for_a_value():
+    given = {"fp8": True, "fp8_recipe": "tensorwise", "fp8_all_gather": True}
+    shape, work = planned([], **given)
+    mesh, less = lay_out(shard=2), (work.compute_bytes - 1) * shape.linear
+    cast = shape.hidden * shape.intermediate
+    assert fp8_gather.cost(shape, mesh, work) == {"gathered parameters": -2 * less, "activations": -cast}
+    assert fp8_gather.cost(shape, mesh, dataclasses.replace(work, moment=Moment.UPDATE)) == {}
+    split = lay_out(shard=2, tp=2)
+    assert fp8_gather.cost(shape, split, work) == {"gathered parameters": -less, "activations": -cast // 2}
+    shape, adapters = planned([], adapters=True, **given)
+    assert fp8_gather.cost(shape, mesh, adapters)["gathered parameters"] == -2 * less
+    assert fp8_gather.cost(shape, lay_out(), adapters) == {}  # cast once
+    wide = ["--hidden_width", 4096, "--llama_intermediate_size", 14336, "--num_heads", 32]
+    found = []
+    for changes in (given, {**given, "fp8_all_gather": False}):
+        shape, work = planned(wide, **changes)
+        found.append(step_time(shape, lay_out(shard=16), work, DEVICES["h100"], local=8))
+    assert found[0].between < found[1].between and found[0].seconds < found[1].seconds
+
+
+@check("fp8_all_gather")
+def test_weights_are_gathered_in_bytes():
+    pytest.importorskip("torchao")  # make test-qlora
+    for words, dtype in (([], torch.bfloat16), (["--fp8_all_gather", 1], torch.uint8)):
+        words = ["--hidden_width", 64, "--bf16", 1, "--fp8", 1, "--fp8_recipe", "tensorwise", *words]
+        with one_process(words) as built:
+            ids = torch.arange(32).reshape(2, 16)
+            built.model(input_ids=ids, labels=ids)
+            block = built.model.model.layers[0]._get_fsdp_state()._fsdp_param_group
+            found = {each.all_gather_outputs[0].dtype for each in block.fsdp_params}
+            assert found == {torch.bfloat16, dtype}  # those of norms, too
 
 
 @check("fp8", "fp8_recipe")

@@ -187,7 +187,7 @@ def test_all_problems_come_in_one_round(capsys):
     others = "--sliding_window 3 --shard_degree 2 --output_dir /proc/x --use_synthetic_data 1"
     found = said([*map(str, LLAMA), *words.split(), *others.split()], capsys)
     wanted = [
-        "--sm_activation_offloading: here it is --offload_activations", "--fp8_all_gather 1 is not available",
+        "--sm_activation_offloading: here it is --offload_activations", "--fp8_all_gather 1 gathers weights with",
         "nccl needs GPUs", "--profile_nsys 1 needs a GPU", "--sliding_window is no setting",
         "--output_dir /proc/x cannot be written", "--hybrid_shard_degree 2 does not divide",
     ]  # fmt: skip
