@@ -218,6 +218,10 @@ class Workload:
         """The n of "every n-th block", of which backward recomputes."""
         return cast(int, self.settings[ActivationConfig].activation_checkpointing_every)
 
+    def on_average(self, plain: float, recomputed: float) -> float:
+        """Return the mean over the blocks of what backward does for one as it is, and for one that it recomputes."""
+        return plain + (recomputed - plain) / self.every
+
     def changed(self, **values: Any) -> Workload:
         """Return a copy with other settings of the techniques, by name."""
         return dataclasses.replace(self, settings=self.settings.changed(**values))
