@@ -66,9 +66,9 @@ def _fills_its_memory(data: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _reduce(module: FSDPModule, parameter: Any, unsharded: torch.Tensor) -> None:
-    """Make a gradient that backward has just made that of the parameter's shard, which is all of it.
+    """Give the parameter's shard, which is all of it, a gradient that backward has just made.
 
-    torch's are gradients that it sums before it reduces them, and those for which a script has set a hook.
+    Left to torch are gradients that it sums before it reduces them, and those for which a script has set a hook.
     """
     group, sums = cast(Any, module)._get_fsdp_state()._fsdp_param_group, sum_of(module)
     summed = not group.reduce_grads or parameter.unsharded_accumulated_grad is not None

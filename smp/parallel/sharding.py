@@ -39,7 +39,7 @@ _SUMMED = "_smp_gradients_are_summed"  # attribute of a model
 
 
 class _One(float):
-    """The factor 1. torch divides gradients of a sharding group of one rank by it, which makes a copy of others."""
+    """The factor 1. By a plain number torch divides what a sharding group of one rank reduces, into a copy."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
