@@ -84,21 +84,13 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter memory on ``device``: a tied one once, which ``to_empty`` does for sharded ones alone.
-
-    Nor does that take a parameter that is not sharded where tensors have no values, as in a plan.
-    """
-    owners = [(each, name, p) for each in model.modules() for name, p in each._parameters.items() if p is not None]
-    plain = [(module, name, p) for module, name, p in owners if not isinstance(p, DTensor)]
-    for module, name, _ in plain:
-        module._parameters[name] = None
-    model.to_empty(device=device)
-    made: dict[int, nn.Parameter] = {}
-    for module, name, p in plain:
-        if id(p) not in made:
-            made[id(p)] = nn.Parameter(torch.empty_like(p.detach(), device=device), requires_grad=p.requires_grad)
-        module._parameters[name] = made[id(p)]
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the (module, name) pairs of each parameter that several modules share."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((module, name))
+    return [found for found in owners.values() if len(found) > 1]
 
 
 def materialize_(model: nn.Module, device: torch.device) -> None:
@@ -110,7 +102,11 @@ def materialize_(model: nn.Module, device: torch.device) -> None:
             f"buffer {lost[0]} is on the meta device, so its value is lost: build the model with real buffers"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
-        _allocate(model, device)
+        shared = _tied(model)
+        model.to_empty(device=device)
+        for (first, first_name), *others in shared:  # torch allocates a tied parameter of a plain model once per owner
+            for module, name in others:
+                module._parameters[name] = first._parameters[first_name]
     else:
         model.to(device)
     with torch.no_grad():

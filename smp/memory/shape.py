@@ -50,6 +50,10 @@ def recomputations(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+# Settings of a config that give ModelShape.states: of Gemma 3n, DeepSeek V4 and Qwen4-Exp.
+_STATES = ("altup_num_inputs", "hc_mult", "hc_count")
+
+
 class Trained(NamedTuple):
     """Parameters that are trained, where others are frozen: all, the embedding's, the last unit's, and a block's."""
 
@@ -76,6 +80,7 @@ class ModelShape:
     key_value: int = 0  # parameters of a block's key and value projections, where they may have fewer heads
     capped_logits: bool = False  # by tanh, whose slope is kept beside the logits
     attention: int = 0  # width of all heads together; 0: as hidden
+    states: int = 1  # hidden states of a token between blocks: more with AltUp and hyper-connections
     saved: tuple[int, int] | None = None  # bytes that a block saves of each token, in bf16 and fp32; None: by formula
     specs: ParameterTable = ParameterTable()
     frozen_but: Trained | None = None  # None: all are trained
@@ -218,6 +223,10 @@ class Workload:
         """The n of "every n-th block", of which backward recomputes."""
         return cast(int, self.settings[ActivationConfig].activation_checkpointing_every)
 
+    def on_average(self, plain: float, recomputed: float) -> float:
+        """Return the mean over the blocks of what backward does for one as it is, and for one that it recomputes."""
+        return plain + (recomputed - plain) / self.every
+
     def changed(self, **values: Any) -> Workload:
         """Return a copy with other settings of the techniques, by name."""
         return dataclasses.replace(self, settings=self.settings.changed(**values))
@@ -327,6 +336,7 @@ def model_shape(model: ResolvedModel, table: ParameterTable | None = None) -> Mo
         key_value=2 * key_value_heads * head_dim * config.hidden_size,
         capped_logits=bool(family.logits and family.logits.cap),
         attention=heads * head_dim,
+        states=next(filter(None, (number_of(config, name) for name in _STATES)), 1),
         saved=(saved[0], saved[1]) if saved[0] and saved[1] else None,
         specs=table,
         frozen_but=None if all_trained else _trained(table, lambda spec: spec.trained),
@@ -373,7 +383,8 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
     if matrices:
         matrix = work.micro_batch_size * work.rows_of_sample * shape.heads * work.sequence_length**2
         inside += 3 * matrix * work.compute_bytes // mesh.tp.size
-    return BlockBytes(tokens * shape.hidden * work.compute_bytes // (mesh.tp.size if split else 1), inside)
+    given = tokens * shape.states * shape.hidden * work.compute_bytes
+    return BlockBytes(given // (mesh.tp.size if split else 1), inside)
 
 
 def _saved_values(shape: ModelShape, work: Workload, *, tp: int, split: bool) -> int:

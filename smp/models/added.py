@@ -181,11 +181,6 @@ def is_frozen(model: nn.Module) -> bool:
     return _of(model).frozen is not None
 
 
-def frozen_parameters(model: nn.Module) -> frozenset[str]:
-    """Return the names of the model's own parameters that a technique has frozen."""
-    return _of(model).frozen or frozenset()
-
-
 def narrow_frozen_(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep what a technique has frozen, without values, in the dtype of the computation: no more is read of it."""
     wide = {id(parameter) for router in fp32_routers(model) for parameter in router.parameters()}

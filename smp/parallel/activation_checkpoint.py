@@ -311,7 +311,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     # Tokens, labels and positions, 8 bytes each, and two tables of rotary angles in fp32.
     inputs = 3 * 8 * work.tokens(mesh) + 2 * 4 * work.columns(mesh) * (shape.attention or shape.hidden) // shape.heads
     if moment is Moment.EMBEDDING:
-        return {"activations": 2 * state + inputs}
+        return {"activations": 2 * shape.states * state + inputs}
     blocks = 1 if moment in (Moment.FIRST_BLOCK, Moment.FIRST_REDUCTION) else shape.layers
     total = inputs + waiting_bytes(shape, mesh, work, blocks=blocks)
     selective = work.recomputation in (PRODUCTS, SELECTIVE)

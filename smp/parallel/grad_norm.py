@@ -71,7 +71,9 @@ def _require_reduced(model: nn.Module) -> None:
     for module in fsdp_modules(model):
         group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
         # The first is reduced over the sharding group and not over replicas, the others are not reduced at all.
-        found = [] if group is None else [group._partial_reduce_output, getattr(sum_of(module), "partial", None)]
+        sums = sum_of(module)
+        found = [] if group is None else [group._partial_reduce_output]
+        found += [] if sums is None else [sums.partial, *sums.partials.values()]
         for each in group.fsdp_params if found else ():
             found += [each.unsharded_accumulated_grad, getattr(getattr(each, "_unsharded_param", None), "grad", None)]
         if any(gradient is not None for gradient in found):

@@ -19,11 +19,13 @@ class GradientSum:
     Attributes:
         last: whether the next backward is the last one of a step.
         partial: the sum of the earlier ones' reduced gradients, if there are any.
+        partials: the same of each parameter, where they are reduced by themselves.
     """
 
     def __init__(self) -> None:
         self.last = True
         self.partial: torch.Tensor | None = None
+        self.partials: dict[Any, torch.Tensor] = {}
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Keep what is reduced, fp32, and leave zeros; or add what was kept. It runs on the stream of reductions."""
@@ -34,6 +36,17 @@ class GradientSum:
             return
         self.partial = reduced.clone() if self.partial is None else self.partial.add_(reduced)
         reduced.zero_()
+
+    def add(self, parameter: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum of a parameter's gradients in their dtype; None: it is kept, in fp32, for the next one."""
+        partial = self.partials.pop(parameter, None)
+        if self.last and partial is None:
+            return gradient
+        total = gradient.to(torch.float32) if partial is None else partial.add_(gradient)
+        if self.last:
+            return total.to(gradient.dtype)
+        self.partials[parameter] = total
+        return None
 
 
 def sum_gradients(module: FSDPModule) -> None:

@@ -1,65 +1,89 @@
-"""``fully_shard`` over a group of one rank, which has nothing to gather and nothing to reduce.
+"""``fully_shard`` over a group of one rank, which has nothing to gather and, without replicas, nothing to reduce.
 
-torch takes streams, copies and buffers as for many ranks all the same. Here one rank without replicas reduces in its
-only buffer, without a copy; it computes on one stream, so that a gradient's memory serves activations again; and frozen
-parameters of adapters' base that have the dtype of the computation are no parameters of ``fully_shard``, which would
-copy them to gather them.
+torch takes copies, buffers and streams as for many ranks all the same. Here a parameter is cast into what is computed
+with, without a copy between, or is computed with itself where it has that dtype, as frozen ones have. Without replicas
+a parameter's gradient is its shard's as soon as backward has made it; and all is on one stream, so that the memory of
+gradients serves activations again.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from smp.models import added
-
-
-class AliasedReduce:
-    """A reduction over one rank: its output is its input."""
-
-    def __init__(self) -> None:
-        self._input: torch.Tensor | None = None
-
-    def begin(self) -> None:
-        """Forget the input of a reduction that an error has ended: the next one's output would be its input."""
-        self._input = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a new buffer for the input, and the same one for the output, which is asked for next."""
-        found, self._input = self._input, None
-        if found is None:
-            found = self._input = torch.empty(*size, dtype=dtype, device=device)
-        return found
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> None:
-        """Do nothing: this rank's part of the sum is there."""
+from smp.parallel.gradient_sum import sum_of
 
 
-def reduce_in_place(module: FSDPModule) -> None:
-    """Let a module that one rank has, without replicas, reduce its gradients without a copy; on one stream.
+def use_in_place(module: FSDPModule, *, reduces: bool) -> None:
+    """Let a module that is sharded over one rank neither gather nor, without replicas, reduce through buffers.
 
-    With several streams the buffer would be freed on that of the computation while a reduction still reads it.
+    Args:
+        reduces: whether this rank has all of the sum; on one stream, as gradients are made on that of backward.
     """
-    reduction = AliasedReduce()
-    module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type] # the interface is private
-    parameters = cast(Any, module)._get_fsdp_state()._fsdp_param_group
-    if parameters is not None:  # a root of which every child is a unit has none
-        parameters.post_backward = _after(reduction.begin, parameters.post_backward)
+    group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
+    if group is None:  # a root of which every child is a unit has none
+        return
+    gather = group.wait_for_unshard
+
+    @functools.wraps(gather)
+    def wait_for_unshard() -> None:
+        if group._all_gather_result is None:
+            return
+        for each in group.fsdp_params:
+            _choose_memory(each)
+        gather()
+        for each in group.fsdp_params if reduces else ():
+            leaf = each._unsharded_param
+            if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:
+                leaf.register_post_accumulate_grad_hook(functools.partial(_reduce, module, each))
+
+    group.wait_for_unshard = wait_for_unshard
 
 
-def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return function(*args, **kwargs)
+def _choose_memory(parameter: Any) -> None:
+    """Choose what ``fully_shard`` copies a parameter into: memory of the dtype of the computation, or itself."""
+    data = parameter._sharded_param_data
+    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+        return
+    if "free_unsharded_param" in vars(parameter) and parameter.all_gather_outputs[0] is not data:
+        del parameter.free_unsharded_param, parameter._unsharded_param  # a script has replaced the parameter
+        parameter.all_gather_outputs = []
+    if parameter.param_dtype is not None:
+        parameter.init_all_gather_outputs([data.numel()], [parameter.param_dtype], 1, parameter.device)
+        parameter.param_dtype = None  # or torch would cast into other memory, and copy that
+    elif not (parameter.all_gather_outputs or parameter.offload_to_cpu) and _fills_its_memory(data):
+        parameter.all_gather_outputs = [data]  # a copy into itself is none
+        parameter.free_unsharded_param = lambda: None
 
-    return called
+
+def _fills_its_memory(data: torch.Tensor) -> bool:
+    return data.untyped_storage().nbytes() == data.nbytes  # else fully_shard would resize it
+
+
+@torch.no_grad()
+def _reduce(module: FSDPModule, parameter: Any, unsharded: torch.Tensor) -> None:
+    """Give the parameter's shard, which is all of it, a gradient that backward has just made.
+
+    Left to torch are gradients that it sums before it reduces them, and those for which a script has set a hook.
+    """
+    group, sums = cast(Any, module)._get_fsdp_state()._fsdp_param_group, sum_of(module)
+    summed = not group.reduce_grads or parameter.unsharded_accumulated_grad is not None
+    if summed or group._all_reduce_hook is not sums:
+        return
+    gradient, shard = parameter.unsharded_grad_data, parameter.sharded_param
+    unsharded.grad = None
+    if sums is not None and (gradient := sums.add(parameter, gradient)) is None:
+        return
+    if shard.grad is None:
+        shard.grad = parameter.to_sharded_dtensor(gradient.to(shard.dtype))
+    else:
+        shard.grad._local_tensor += gradient
+    for hook in (shard._post_accumulate_grad_hooks or {}).values():
+        hook(shard)
 
 
 def use_one_stream(model: nn.Module) -> None:
@@ -79,12 +103,3 @@ def use_one_stream(model: nn.Module) -> None:
             setattr(context, name, own)
 
     context.lazy_init = lazy_init
-
-
-def used_as_they_are(model: nn.Module, dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """Return the parameters that one rank computes with as they are: those of ``dtype``, or any, that stay frozen.
-
-    Not what a script has frozen, which it may train later; nor what tensor parallelism has split.
-    """
-    frozen = map(model.get_parameter, added.frozen_parameters(model))
-    return {each for each in frozen if dtype in (None, each.dtype) and not isinstance(each, DTensor)}

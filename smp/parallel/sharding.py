@@ -38,6 +38,14 @@ MIN_UNIT_PARAMETERS = 100_000_000
 _SUMMED = "_smp_gradients_are_summed"  # attribute of a model
 
 
+class _One(float):
+    """The factor 1. By a plain number torch divides what a sharding group of one rank reduces, into a copy."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
+        return args[0]
+
+
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """Return every module that ``fully_shard`` was applied to, outermost first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
@@ -80,7 +88,6 @@ def shard_model(
     *units, root = with_inner(model, [*units, Unit([model], reshard=False)], fp32_routers(model) if reduced else ())
     every = [each for outer in (*units, root) for each in (*outer.inside, outer)]  # those inside first
     alone = all(mesh.fsdp_mesh_of(unit.axis).size() == 1 for unit in every)  # sharded over one rank, and no replicas
-    unmanaged = one_rank.used_as_they_are(model, param_dtype) if alone and not cpu_offload else None
     for unit in every:
         # [Note: units inside of units] fully_shard leaves to a later, outer call what an earlier one has sharded. The
         # other way round the outer unit would own the parameters, over the wrong mesh, and the inner one none.
@@ -90,21 +97,20 @@ def shard_model(
         fully_shard(
             modules if len(modules) > 1 else modules[0], mesh=over, reshard_after_forward=unit.reshard,
             mp_policy=policies[unit.fp32], shard_placement_fn=place, offload_policy=offload,
-            ignored_params=unmanaged,
         )  # fmt: skip
         # The gradient of a look-up reads no weights: without this backward would gather the table to free it again.
         unit.first.set_unshard_in_backward(unit.in_backward)
         for module in cast(list[FSDPModule], modules):
             # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
-            if over.size() > 1:  # a group of one rank would divide by it, into a copy
-                module.set_gradient_divide_factor(1.0)
+            if over.size() > 1:
+                module.set_gradient_divide_factor(_One(1))
             module.set_force_sum_reduction_for_comms(True)
             if rounds_once:
                 sum_gradients(module)
+            if group.size() == 1:  # first: what it allocates, too, is outside of inference mode
+                one_rank.use_in_place(module, reduces=alone and not cpu_offload)
             # By module, as its parameter group has the buffers; over the group of the last dimension, the shards.
             install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
-            if alone:
-                one_rank.reduce_in_place(module)
             if unit.axis is not None or unit.fp32:
                 hide_from_selection(module)
     _set_prefetch(units, parallel)
@@ -120,7 +126,7 @@ def average_gradients(model: nn.Module, mesh: Mesh) -> None:
 
     By a hook, as torch divides by ``set_gradient_divide_factor`` twice where a sharding group has one rank.
     """
-    for module in fsdp_modules(model):
+    for module in fsdp_modules(model) if mesh.loss.size > 1 else ():
         module.set_all_reduce_hook(lambda gradients: gradients.div_(mesh.loss.size))  # type: ignore[arg-type]
     setattr(model, _SUMMED, False)
 

@@ -18,7 +18,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 
     Trained parameters and their gradients are of ``--param_dtype``, gradients that accumulate fp32, frozen parameters
     of the computation's dtype; all, and the optimizer's state, are sharded over sharding and tensor-parallel ranks, and
-    in a group of one gathering what is trained is a copy.
+    in a group of one gathering is a cast of what does not have the dtype of the computation.
     Backward gathers a block while the one above it is computed, and reduces each unit from a copy of its gradients,
     which lives until the next unit's are reduced.
     """
@@ -26,7 +26,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     degrees = mesh.tp.size, mesh.degree("ep")
     units, (trained, table, last, block) = shape.unit_sizes(*degrees), shape.trained(*degrees)
     total = units.parameters
-    in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
+    offloads = work.settings[ActivationConfig].cpu_offload
+    in_host_memory = offloads and work.device_type != "cpu"
     optim = work.settings[OptimConfig]
     shards = 0 if in_host_memory else optim.parameter_bytes
     state = 0.0 if in_host_memory else state_bytes(shape.specs, optim)
@@ -37,7 +38,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     gradients = trained if accumulated and not deferred else reduced
     sums = 0
     if accumulated and not deferred and optim.parameter_bytes < fp32 and moment is not Moment.UPDATE:
-        gradients, sums = reduced, trained  # in fp32, on the device, beside what the reductions leave
+        # In fp32, on the device, beside what the reductions leave; on a rank alone in place of the gradient.
+        gradients, sums = 0 if mesh.loss.size == 1 else reduced, trained
     if shape.frozen_but is None:  # else experts are frozen, too, but for factors, which are few
         block = shape.gathered(units, mesh).block
     unreduced = _unreduced(shape, mesh, moment, table=table, last=last, block=block)
@@ -47,17 +49,21 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     copies = _copies(mesh, work, receives=copied == unreduced)
     updates = moment is Moment.UPDATE
     gathered = shape.gathered(units, mesh)
-    if mesh.world_size == 1 and shards:  # what is frozen is used as it is
-        gathered = Trained(trained, table, last, shape.trained(*degrees).block)
+    if mesh.shard.size == 1 and not offloads:  # what has the dtype of the computation is used as it is
+        if optim.parameter_bytes == work.compute_bytes:
+            gathered = Trained(0, 0, 0, 0)
+        elif shape.frozen_but is not None:
+            gathered = shape.trained(*degrees)
     gathered_by_update = working_bytes(shape.specs, mesh, work.settings[OptimConfig]) if updates else 0
+    before = work.compute_bytes if mesh.loss.size == 1 else fp32  # of each parameter, as backward makes it
     if deferred:
-        unreduced = max(unreduced, trained - reduced)
+        unreduced, before = max(unreduced, trained - reduced), fp32
     return {
         "parameters": -(-trained // mesh.shard.size) * shards + frozen,
         "gradients": -(-gradients // mesh.shard.size) * shards + -(-sums // mesh.shard.size) * fp32,
         "optimizer state": int(-(-trained // mesh.shard.size) * state),
         "gathered parameters": _gathered(gathered, shape, mesh, work) * work.compute_bytes,
-        "gradients before reduction": unreduced * fp32,
+        "gradients before reduction": unreduced * before,
         "communication buffers": copies * copied * fp32 + _buffer_bytes(shape, mesh, work) + gathered_by_update,
     }
 
@@ -66,6 +72,8 @@ def _unreduced(shape: ModelShape, mesh: Mesh, moment: Moment, *, table: int, las
     """Count the parameters whose gradients exist unsharded, before they are reduced."""
     # Activations are most when the first gradient of the block, of its last product, is made.
     of_product = min(block, shape.hidden * shape.intermediate // mesh.tp.size)
+    if mesh.loss.size == 1:  # each is that of its shard as soon as it is made
+        block = of_product
     return {
         Moment.LOSS: 0,  # the head's gradient is in what the loss counts
         Moment.HEAD: last, Moment.LAST_BLOCK: of_product, Moment.FIRST_BLOCK: of_product,
@@ -76,8 +84,7 @@ def _unreduced(shape: ModelShape, mesh: Mesh, moment: Moment, *, table: int, las
 
 def _copies(mesh: Mesh, work: Workload, *, receives: bool) -> int:
     """Count the copies of a unit's gradients that its reduction takes: torch's, and those of the backend."""
-    # A rank alone reduces in place; with replicas torch divides into another copy.
-    copies = 1 + (mesh.shard.size == 1) if mesh.loss.size > 1 else 0
+    copies = int(mesh.loss.size > 1)  # a rank alone makes none
     if work.device_type != "cpu" or not copies:
         return copies
     if work.settings[CommConfig].distributed_backend == "smddp":

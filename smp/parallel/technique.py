@@ -71,14 +71,14 @@ class Sent(NamedTuple):
         kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``send`` to the next rank.
         nbytes: of the larger side: the gathered output, the input that is reduced, or what is sent.
         axis: of the mesh, whose ranks take part.
-        times: how often.
+        times: how often, on average over the blocks.
         hidden_by: what GPUs compute meanwhile: attention, ``forward`` or ``backward``; empty: nothing.
     """
 
     kind: str
     nbytes: float
     axis: str
-    times: int
+    times: float
     hidden_by: str = ""
 
 

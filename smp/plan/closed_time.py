@@ -166,7 +166,7 @@ class _Links:
         """
         found = {axis.name: dict[str, float]() for axis in reversed(AXES)}
         for each in sent:
-            seconds = each.times * self.send(each.kind, each.nbytes, each.axis, each.times * blocks)
+            seconds = each.times * self.send(each.kind, each.nbytes, each.axis, round(each.times * blocks))
             found[each.axis][each.hidden_by] = found[each.axis].get(each.hidden_by, 0.0) + seconds
         names = {axis.name: f"{axis.flag.partition('_')[0]}-parallel exchanges" for axis in AXES}
         return {
@@ -247,7 +247,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
         exposed = forward_gathers * max(0.0, gather - forward)
         exposed += max(0.0, backward_gathers * gather + scatter - backward)
         ends += gather + scatter
-        passes = 1 + (recompute != NONE) + more
+        passes = work.on_average(1, 1 + (recompute != NONE)) + more
         hiding = {"forward": passes * block.attention_forward, "backward": block.attention_backward}
         issued = 0.0 if activation.compile is True else max(0.0, issued - compute)
         offloading = max(0.0, offloading - compute)

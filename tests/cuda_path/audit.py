@@ -22,6 +22,8 @@ _SIZED_BY_VALUES = {
     "aten.equal.default", "aten.is_nonzero.default", "aten.repeat_interleave.Tensor", "aten.bincount.default",
 }  # fmt: skip
 
+_COPIES = ("aten.copy_.default", "aten._to_copy.default", "aten.div.Tensor")
+
 
 def _short(path: str) -> str:
     return path.rpartition("site-packages/")[2].removeprefix(ROOT)
@@ -80,6 +82,7 @@ class Audit(TorchDispatchMode):
     Attributes:
         syncs, copies, collectives: counts by description and line.
         operations: counts of all operations on the device.
+        written: bytes that copies and casts write, and operations of ``fully_shard``, by operation and line.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -94,10 +97,11 @@ class Audit(TorchDispatchMode):
         self.copies: collections.Counter[str] = collections.Counter()
         self.collectives: collections.Counter[str] = collections.Counter()
         self.operations: collections.Counter[str] = collections.Counter()
+        self.written: collections.Counter[str] = collections.Counter()
 
     def report(self) -> dict[str, dict[str, int]]:
         """Return the counts since :meth:`clear`."""
-        return {name: dict(getattr(self, name)) for name in ("syncs", "copies", "collectives", "operations")}
+        return {name: dict(getattr(self, name)) for name in ("syncs", "copies", "collectives", "operations", "written")}
 
     def __enter__(self) -> Audit:
         fake_cuda.log = lambda what: self.syncs.update([f"{what} @ {where()}"])
@@ -143,7 +147,12 @@ class Audit(TorchDispatchMode):
         elif name.startswith(("c10d.", "symm_mem.")):
             self.collectives[f"{name.split('.')[1].strip('_')} @ {where()}"] += 1
         found = func(*args, **kwargs)
-        leaves = pytree.tree_leaves(found)
-        if any(isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in leaves):
+        out = kwargs.get("out") if func.namespace == "fsdp" else None  # which is not returned, too
+        leaves = pytree.tree_leaves((found, out))
+        made = [each for each in leaves if isinstance(each, torch.Tensor) and each.device.type == "cuda"]
+        if made:
             self.operations[name] += 1
+        itself = name == "aten.copy_.default" and args[0] is args[1]
+        if (name in _COPIES or func.namespace == "fsdp") and not itself:
+            self.written[f"{name} @ {where()}"] += sum(each.nbytes for each in made)
         return found

@@ -186,12 +186,42 @@ def test_offloaded_blocks_leave_and_return_without_a_synchronisation():
     }
 
 
-@pytest.mark.parametrize(("flags", "of_block", "others"), [((), 9, 3 + 4), (("--lora_rank", "8"), 14, 2)])
-def test_one_rank_copies_what_it_trains_and_nothing_that_it_reduces(flags, of_block, others):
-    """A copy of each trained parameter in the dtype of the computation; adapters are two for each of seven layers."""
-    step = steady(report(*LLAMA, *flags, world=1))
-    assert step["operations"]["aten.copy_.default"] == of_block * BLOCKS + others
+ACCUMULATES, LOW = ("--gradient_accumulation_steps", "2"), ("--param_dtype", "bf16")
+KEEPS, ADAPTERS = ("--reshard_between_microbatches", "0"), ("--lora_rank", "8")
+LLAMA_PARAMETERS = 2 * 128256 * 4096 + BLOCKS * 218_112_000 + 4096
+OF_LORA = BLOCKS * 8 * (2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+
+
+def written(*flags, world=1):
+    """Bytes that a step copies or casts because of sharding: to gather, and to reduce, by operation."""
+    step = steady(report(*LLAMA, *flags, world=world))
     assert by_file(step["syncs"]) == SYNCS
+    ours = "_fully_shard", "parallel/one_rank.py", "parallel/gradient_sum.py"
+    return totals({text: n for text, n in step["written"].items() if any(each in text for each in ours)})
+
+
+@pytest.mark.parametrize(
+    ("flags", "trained", "casts", "gradients"),
+    [
+        ((), LLAMA_PARAMETERS, 1, 4),
+        (ACCUMULATES, LLAMA_PARAMETERS, 2, 4),
+        ((*ACCUMULATES, *KEEPS), LLAMA_PARAMETERS, 1, 4),
+        (LOW, LLAMA_PARAMETERS, 0, 0),
+        ((*LOW, *ACCUMULATES), LLAMA_PARAMETERS, 0, 4 + 2),  # the sum in fp32, and it rounded
+        (ADAPTERS, OF_LORA, 1, 4),
+    ],
+)
+def test_one_rank_casts_what_it_trains_and_its_gradients(flags, trained, casts, gradients):
+    """Once each, and a second micro-batch's gradients are added; none is copied, and what is frozen is not cast."""
+    found = written(*flags)
+    assert found.pop("aten.copy_.default", 0) == 2 * casts * trained
+    assert found.pop("aten._to_copy.default", 0) == gradients * trained and not found
+
+
+def test_replicas_copy_gradients_to_where_they_are_reduced():
+    """As fully_shard does, but for a division by 1."""
+    found = written("--sharding_strategy", "no_shard", world=8)
+    assert found == {"aten.copy_.default": (2 + 4) * LLAMA_PARAMETERS, "fsdp.chunk_cat.default": 4 * LLAMA_PARAMETERS}
 
 
 def test_a_model_that_is_too_large_for_the_gpus_is_refused():

@@ -4,32 +4,43 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp
-from smp.parallel.sharding import fsdp_modules, set_gradient_sync
+from smp.parallel.sharding import set_gradient_sync
 from tests.distributed import run_distributed
 from tests.reference import build_reference, global_batch, tiny_config
 from tests.unit.test_activation_offload import blocks_of
 
 
 class Copies(TorchDispatchMode):
-    """Counts the bytes that ``copy_`` writes in fp32, into another tensor than it reads."""
+    """Counts the bytes that copies and casts write, into another tensor than they read."""
 
     nbytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.copy_.default and args[0] is not args[1] and args[0].dtype == torch.float32:
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.copy_.default and args[0] is not args[1]:
             self.nbytes += args[0].nbytes
-        return function(*args, **(kwargs or {}))
+        elif function is torch.ops.aten._to_copy.default:
+            self.nbytes += found.nbytes
+        elif function is torch.ops.fsdp.chunk_cat.default:
+            self.nbytes += kwargs["out"].nbytes
+        elif function is torch.ops.aten.div.Tensor:
+            self.nbytes += found.nbytes
+        return found
 
 
-def torchs(model):
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+def torchs(model, dtype, mesh=None):
+    policy = MixedPrecisionPolicy(dtype, None if dtype is None else torch.float32)
     for module in (*blocks_of(model), model):
-        fully_shard(module, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        if mesh is not None:  # gloo does not average
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     return model
 
 
@@ -42,11 +53,13 @@ def gradients(model):
     return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
 
 
-def _one_rank():
-    smp.init({})
+def _compare(dtype, replicas):
+    """Two micro-batches. What torch writes of a parameter in each, and what is written here, in bytes."""
+    mesh = init_device_mesh("cpu", (replicas, 1), mesh_dim_names=("replicate", "shard")) if replicas > 1 else None
+    smp.init({"sharding_strategy": "no_shard"})
     reference = build_reference("llama_gqa", torch.float32)
-    theirs, ours = torchs(copy.deepcopy(reference)), copy.deepcopy(reference)
-    ours = smp.parallelize(ours, dtype=torch.bfloat16)
+    theirs, ours = torchs(copy.deepcopy(reference), dtype, mesh), copy.deepcopy(reference)
+    ours = smp.parallelize(ours, dtype=dtype)
     found, copied = [], []
     for model in (theirs, ours):
         with Copies() as copies:
@@ -55,36 +68,21 @@ def _one_rank():
         found.append(gradients(model))
         copied.append(copies.nbytes)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    parameters = sum(p.numel() for p in reference.parameters())
-    assert copied == [copied[0], copied[0] - 2 * 4 * parameters]  # what is reduced, of each micro-batch
+    gather = {None: (4, 0), torch.bfloat16: (2 + 2, 2)}[dtype]  # a cast, and a copy of it
+    # To where they are reduced, from there, and divided; or a cast of the first, to which the second are added.
+    reduction = (2 * (4 + 4 + 4), 2 * (4 + 4)) if replicas > 1 else (2 * (4 + 4), 0 if dtype is None else 4)
+    saved = 2 * (gather[0] - gather[1]) + reduction[0] - reduction[1]
+    assert copied[0] - copied[1] == saved * sum(p.numel() for p in reference.parameters())
     context = ours._get_fsdp_state()._comm_ctx
     streams = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
-    assert len({id(getattr(context, name)) for name in streams}) == 1
+    assert len({id(getattr(context, name)) for name in streams}) == (4 if replicas > 1 else 1)
     assert len({id(getattr(theirs._get_fsdp_state()._comm_ctx, name)) for name in streams}) == 4
 
 
-def test_a_rank_alone_reduces_without_a_copy():
-    run_distributed(_one_rank, world_size=1)
-
-
-def _after_an_error():
-    smp.init({})
-    model = smp.parallelize(build_reference("llama_gqa", torch.float32), dtype=torch.bfloat16)
-    backward(model, 0, last=True)
-    expected = gradients(model)
-    model.zero_grad()
-    for module in fsdp_modules(model):
-        if module._get_fsdp_state()._fsdp_param_group is not None:  # as a reduction leaves it that fails halfway
-            module._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm.allocate(
-                (1,), dtype=torch.float32, device=torch.device("cpu")
-            )
-    for _ in range(2):  # of which the second would write into the first's
-        backward(model, 0, last=True)
-    assert all(torch.equal(2 * expected[name], found) for name, found in gradients(model).items())
-
-
-def test_a_reduction_that_fails_leaves_no_buffer():
-    run_distributed(_after_an_error, world_size=1)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_not_sharded_takes_torchs_bits_and_fewer_copies(dtype, replicas):
+    run_distributed(_compare, dtype, replicas, world_size=replicas)
 
 
 def _script_freezes():
@@ -115,17 +113,31 @@ def test_a_model_without_values_that_is_split_gets_its_adapters_and_frozen_value
     run_distributed(_split_meta_model, dtype, world_size=2)
 
 
-def _adapters(world_size):
+def _adapters():
     smp.init({})
     model = smp.lora(build_reference("llama_gqa", torch.float32), rank=4)
     model = smp.parallelize(model)
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in fsdp_modules(model)]
-    gathered = [p.sharded_param.requires_grad for group in groups if group is not None for p in group.fsdp_params]
-    assert all(gathered) == (world_size == 1) and sum(gathered) == sum(p.requires_grad for p in model.parameters())
+    every = list(model.parameters())
+    with Copies() as copies:
+        backward(model, 0, last=True)
+    assert copies.nbytes < sum(p.numel() for p in every if p.requires_grad)
+    assert all((p.grad is not None) == p.requires_grad for p in every)
+
+
+def test_what_is_frozen_is_used_as_it_is():
+    run_distributed(_adapters, world_size=1)
+
+
+def _replace_values():
+    smp.init({})
+    model = smp.parallelize(build_reference("llama_gqa", torch.float32))
     backward(model, 0, last=True)
-    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+    found = model(input_ids=global_batch(0)[0]).logits
+    other = smp.parallelize(build_reference("llama_gqa", torch.float32))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(found, other(input_ids=global_batch(0)[0]).logits)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_frozen_parameters_are_gathered_from_others_alone(world_size):
-    run_distributed(_adapters, world_size, world_size=world_size)
+def test_values_that_a_script_replaces_are_computed_with():
+    run_distributed(_replace_values, world_size=1)

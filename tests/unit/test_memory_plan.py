@@ -158,6 +158,10 @@ def test_parameters_that_stay_gathered():
     assert peak_bytes(shape, until_backward, WORK) > peak_bytes(shape, freed, WORK)
     kept = WORK.changed(reshard_between_microbatches=False)
     assert at(Moment.LOSS, shape, freed, kept)["gathered parameters"] == 2 * shape.parameters
+    low = dataclasses.replace(WORK, settings=Settings((*WHOLE_LOGITS.sections, OptimConfig(param_dtype="bf16"))))
+    for mesh in (lay_out(1, 1, reshard_after_forward=False), lay_out(2, 1, reshard_after_forward=False)):
+        fp32, bf16 = (at(Moment.LOSS, shape, mesh, work) for work in (WORK, low))
+        assert fp32["gathered parameters"] > 0 == bf16["gathered parameters"]  # what is computed with is the parameter
 
 
 def test_gradients_before_reduction():
@@ -169,9 +173,10 @@ def test_gradients_before_reduction():
         return at(moment, shape, mesh, dataclasses.replace(WORK, **change))
 
     name, buffers, table = "gradients before reduction", "communication buffers", 4 * head
-    assert needed(lay_out(1, 8))[name] == needed(lay_out(1, 1))[name] == needed(lay_out(8, 1))[name] == table
+    assert needed(lay_out(1, 8))[name] == needed(lay_out(8, 1))[name] == table
+    assert needed(lay_out(1, 1))[name] == table // 2  # as backward makes it, in bf16, and then it is the parameter's
     assert needed(lay_out(1, 8))[buffers] == table  # the copy that is reduced
-    assert needed(lay_out(8, 1))[buffers] == 2 * table  # torch's copy
+    assert needed(lay_out(8, 1))[buffers] == table
     assert needed(lay_out(1, 1))[buffers] == 0
     assert needed(lay_out(1, 8), device_type="cpu")[buffers] == 2 * table  # gloo's
     chunks = {"moment": Moment.LOSS, "settings": Settings()}

@@ -53,6 +53,14 @@ def test_a_shift_between_hosts_has_one_card():
     assert sent_bytes(*shift, 16) == (10**9, 0) and sent_bytes(*shift, 8) == (875_000_000, 125_000_000)
 
 
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"shard": 2, "cp": 2}])
+def test_blocks_that_are_not_recomputed_send_no_more(layout):
+    shape = ModelShape(8 * 10**9, 0, 0, 32, 4096, 14336, 32, 128256, gated_mlp=True, key_value_heads=8)
+    every = {"recompute": FULL, "activation_checkpointing_every": 2}
+    none, half, full = (step(shape, GPU, 8192, **layout, **more) for more in ({}, every, {"recompute": FULL}))
+    assert none.inside < full.inside and half.inside == (none.inside + full.inside) / 2
+
+
 def waited_of(found):
     return found.parts.get("context-parallel exchanges", 0.0)
 

@@ -10,8 +10,11 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPT
 
 from smp.memory.shape import Workload, block_bytes, model_shape
 from smp.mesh import lay_out
-from smp.models.model_config import ModelConfig, resolve_model
+from smp.models.attention_support import default_attention
+from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
+from smp.models.registry import build_model, family_of
 from smp.models.saved import saved_bytes
+from tests.zoo import tiny_config
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 CONFIGS = {
@@ -55,6 +58,19 @@ def test_the_bytes_of_a_token_are_those_of_a_real_forward(name, dtype):
     counted = saved_bytes(meta, meta.get_submodule(block), dtype)
     assert BATCH * LENGTH * counted == pytest.approx(really_saved(real, real.get_submodule(block)), rel=0.02)
     assert "forward" not in vars(meta.get_submodule(block))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3n_text", "deepseek_v4", "qwen4_exp_text", "hy_v4"])
+def test_the_input_of_a_block_has_all_hidden_states_of_a_token(kind):
+    config, given = tiny_config(kind), []
+    attention, family = default_attention(config), family_of(config)
+    model = build_model(config, attn_implementation=attention)
+    block = model.get_submodule(family.blocks)[1]
+    block.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    with torch.no_grad():
+        model(input_ids=torch.zeros(BATCH, LENGTH, dtype=torch.long), use_cache=False)
+    shape = model_shape(ResolvedModel(kind, family, config, LENGTH, None, None, None, attention, True))
+    assert block_bytes(shape, lay_out(), Workload(LENGTH, BATCH, compute_bytes=4)).input == given[0].nbytes
 
 
 def test_the_prediction_goes_by_them():

@@ -154,10 +154,10 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
         return Traffic()
     tokens, heads, key_value_heads = work.tokens(mesh), shape.heads, shape.key_value_heads or shape.heads
     width, backward = shape.attention or shape.hidden, 0 if work.forward_only else 1
-    forwards = 1 if work.forward_only or work.recomputation == NONE else 2
+    forwards = 1 if work.forward_only or work.recomputation == NONE else work.on_average(1, 2)
     keys = 2 * width * key_value_heads / heads  # and values
 
-    def sent(kind: str, values: float, times: int, hidden_by: str = "", size: int = work.compute_bytes) -> Sent:
+    def sent(kind: str, values: float, times: float, hidden_by: str = "", size: int = work.compute_bytes) -> Sent:
         return Sent(kind, size * tokens * values / tp, "cp", times, hidden_by)
 
     if comm_type == "p2p":

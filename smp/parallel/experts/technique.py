@@ -137,7 +137,8 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     if mesh.degree("ep") == 1 or not shape.sent:
         return Traffic()
     rows = work.tokens(mesh) * shape.sent * work.compute_bytes // (mesh.tp.size if splits_tokens(mesh, work) else 1)
-    times = 2 if work.forward_only else 6 if work.recomputation == FULL else 4  # selective keeps them
+    again = 6 if work.recomputation == FULL else 4  # selective keeps them
+    times = 2 if work.forward_only else work.on_average(4, again)
     return Traffic([Sent("all_to_all", rows, "ep", times)])
 
 

@@ -106,5 +106,7 @@ _CROSSINGS = {NONE: 8, PRODUCTS: 10, SELECTIVE: 10, FULL: 12}
 def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     """Count the collectives of hidden states."""
     state = work.compute_bytes * work.tokens(mesh) * shape.hidden
-    times = _CROSSINGS[NONE] // 2 if work.forward_only else _CROSSINGS[work.recomputation]
+    times = _CROSSINGS[NONE] / 2
+    if not work.forward_only:
+        times = work.on_average(_CROSSINGS[NONE], _CROSSINGS[work.recomputation])
     return Traffic([Sent("all_gather", state, "tp", times)])
