@@ -1,8 +1,8 @@
 """Draw the pictures of README.md and docs/ to docs/images: ``make docs``.
 
 With a file of metrics, such as ``runs/demo/metrics.jsonl``: take the demo's losses from it first. With several, such as
-``runs/muon/metrics.jsonl``, one for each of the optimizers that are compared, or with ``runs/bf16/metrics.jsonl`` as the
-first one, of the recipes of fp8: take theirs, named by their folders.
+``runs/muon/metrics.jsonl``, one for each of the optimizers that are compared, or of the recipes of fp8 with
+``runs/bf16/metrics.jsonl`` as the first one: take theirs, named by their folders.
 """
 
 from __future__ import annotations
