@@ -62,9 +62,9 @@ def _check_amount(ctx: CheckContext, samples: int, batch: int, length: int) -> N
         ctx.ok("random tokens: no data was read")
     elif samples < batch:
         ctx.warn(
-            f"the training data has {samples} sample(s) of {length} tokens, less than one step of {batch}: use more "
-            f"data or a smaller batch",
+            f"the training data has {samples} sample(s) of at most {length} tokens, less than one step of {batch}: use "
+            f"more data or a smaller batch",
             samples=samples,
         )
     else:
-        ctx.ok(f"the training data is readable: {samples:,} sample(s) of {length} tokens", samples=samples)
+        ctx.ok(f"the training data is readable: {samples:,} sample(s) of at most {length} tokens", samples=samples)

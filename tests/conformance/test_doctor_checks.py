@@ -400,9 +400,9 @@ def test_data_is_read_as_the_job_reads_it(tmp_path):
         "data_cache_dir": str(tmp_path / "cache"), "max_context_width": 4,
     }  # fmt: skip
     [_, (status, message)] = look(job.check_plan, **words)
-    assert status == "warning" and "1 sample(s) of 4 tokens, less than one step of 4" in message
+    assert status == "warning" and "1 sample(s) of at most 4 tokens, less than one step of 4" in message
     [_, (status, message)] = look(job.check_plan, **words, launch=Launch(), train_batch_size=1)
-    assert status == "ok" and "1 sample(s) of 4 tokens" in message
+    assert status == "ok" and "1 sample(s) of at most 4 tokens" in message
     found(job.check_plan, "problem", "token id 63 is outside the model's vocabulary of 8", **words, vocab_size=8)
     found(job.check_plan, "problem", "no such|not exist|there are no", **words | {"training_dir": str(tmp_path / "no")})
     sample = ROOT / "data" / "sample"

@@ -331,8 +331,9 @@ def test_install(monkeypatch):
 def test_install_across_hosts(error, monkeypatch):
     gpu = SimpleNamespace(share_buffers=lambda: "several hosts")
     summed = []
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: summed.append(device) or zeros(*size))
+    # Of cuda's torch alone: torch keeps the functions that take a device, in every test of the process.
+    zeros = lambda *size, device: summed.append(device) or torch.zeros(*size)  # noqa: E731
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(**{**vars(torch), "zeros": zeros}))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: module.set.append((tensor.tolist(), group)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
