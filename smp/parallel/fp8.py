@@ -31,6 +31,7 @@ from smp.parallel.linear import product_of, replace_product
 from smp.parallel.lora import Config as LoraConfig
 from smp.parallel.lora import linear_layers
 from smp.parallel.nf4 import INSTALL, Unpacked, is_installed
+from smp.parallel.sharding_cost import computes_with_shards
 from smp.parallel.technique import Setup, Traffic, model_blocks
 
 logger = get_logger("model")
@@ -49,14 +50,15 @@ class Config(Section):
     """Products of linear layers and routed experts in fp8."""
 
     fp8: bool = setting(
-        False,
-        "Compute the blocks' linear layers and routed experts in fp8, on GPUs from Ada and Hopper on; on CPUs it is "
-        "emulated.",
+        False, "Compute the blocks' linear layers in fp8, on GPUs from Ada and Hopper on; on CPUs it is emulated."
     )
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = setting(
         "rowwise_with_gw_hp",
         "Scales of fp8, powers of two: one for each tensor; for each row; for each row, with the weights' gradients "
         "not in fp8; or, on Blackwell, for each 32 values.",
+    )
+    fp8_experts: bool = setting(
+        False, "Compute routed experts in fp8, too, on Hopper, with recipe `mxfp8` on Blackwell."
     )
     fp8_all_gather: bool = setting(
         False, "Gather sharded weights of layers in fp8 in fp8, with recipe `tensorwise`: a byte for a value."
@@ -67,6 +69,8 @@ class Config(Section):
         found = super().problems()
         if not self.fp8 and self.fp8_recipe != "rowwise_with_gw_hp":
             found.append(f"--fp8_recipe {self.fp8_recipe} is of --fp8 1: set it, or leave the recipe out")
+        if self.fp8_experts and not self.fp8:
+            found.append("--fp8_experts 1 is of --fp8 1: set it, or leave this out")
         if self.fp8_all_gather and not (self.fp8 and self.fp8_recipe == "tensorwise"):
             given = f"--fp8 1 --fp8_recipe {self.fp8_recipe}" if self.fp8 else "--fp8 0"
             found.append(f"--fp8_all_gather 1 gathers weights with one scale for a tensor, got {given}: set --fp8 1 "
@@ -87,6 +91,8 @@ def lacking(config: Config, device: torch.device) -> list[str]:
 
         if config.fp8_recipe == MX:
             fp8_products.Blocks(device.type)
+        if config.fp8_experts:
+            _grouped(config, device.type)
     except ImportError as error:
         return [f"--fp8 1 --fp8_recipe {config.fp8_recipe}: this torchao has no such casts where 0.18 has them "
                 f"({error}): {INSTALL}==0.18.0"]  # fmt: skip
@@ -96,17 +102,29 @@ def lacking(config: Config, device: torch.device) -> list[str]:
 def too_old(config: Config, capability: tuple[int, int] | None) -> list[str]:
     """Return why a GPU has no such products, by its compute capability; None: a CPU, which emulates them."""
     needed, since = _MX_CAPABILITY if config.fp8_recipe == MX else _CAPABILITY
-    if not config.fp8 or capability is None or capability >= needed:
+    if not config.fp8 or capability is None:
         return []
+    major, grouped = _MX_GROUPED if config.fp8_recipe == MX else _GROUPED
+    if capability >= needed:
+        return [] if not config.fp8_experts or capability[0] == major else [
+            f"--fp8_experts 1 --fp8_recipe {config.fp8_recipe} needs a GPU with grouped products in fp8 ({grouped}): "
+            f"leave --fp8_experts out"
+        ]  # fmt: skip
     has, least = (".".join(map(str, each)) for each in (capability, needed))
     advice = "another recipe" if config.fp8_recipe == MX else "--bf16 1 alone"
     return [f"--fp8 1 --fp8_recipe {config.fp8_recipe} needs a GPU of compute capability {least} ({since}) or higher, "
             f"and this one has {has}: use {advice}"]  # fmt: skip
 
 
-def has_grouped(config: Config, capability: tuple[int, int] | None) -> bool:
-    """Return whether a GPU has grouped products in fp8, by its compute capability; None: a CPU, which emulates them."""
-    return capability is None or capability[0] == (_MX_GROUPED if config.fp8_recipe == MX else _GROUPED)[0]
+def _grouped(config: Config, device_type: str) -> Any:
+    """Return the product of routed experts.
+
+    Raises:
+        ImportError: torchao has no such products.
+    """
+    from smp.parallel.fp8_experts import grouped
+
+    return grouped(device_type, mx=config.fp8_recipe == MX, weights=config.fp8_recipe == "rowwise")
 
 
 def _sizes(layer: Any) -> tuple[int, int]:
@@ -163,7 +181,12 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
         return []
     found, aligned, model = [], _aligned(config, setup.mesh.tp.size), meta_model(hf_config).model
     taken, others = _layers(model, setup.family, aligned)
-    if not taken and not _matrices(model, config)[0]:
+    if config.fp8_experts and not _matrices(model, config)[0]:
+        found.append(
+            f"--fp8_experts 1: the model has no routed experts with outputs and inputs of multiples of "
+            f"{_aligned(config)}, which products in fp8 need: leave it out"
+        )
+    if not taken and not config.fp8_experts:
         found.append(
             f"--fp8 1: no linear layer of the blocks has outputs and inputs of multiples of {aligned} "
             f"({_named(others) or 'they have none'}), which products in fp8 need: leave it out"
@@ -207,23 +230,14 @@ def apply(model: nn.Module, setup: Setup) -> None:
 def _replace_experts(model: nn.Module, config: Config, device_type: str) -> str:
     """Let the products of routed experts be in fp8; returns what the log says of them."""
     taken, others = _matrices(model, config)
-    if not taken + others:
-        return ""
-    recipe, is_mx = config.fp8_recipe, config.fp8_recipe == MX
-    said = f"; the routed experts are not in fp8: {recipe} has no grouped products"
-    if not has_grouped(config, torch.cuda.get_device_capability() if device_type == "cuda" else None):
-        return f"{said} but on {(_MX_GROUPED if is_mx else _GROUPED)[1]}"
-    from smp.parallel import fp8_experts
-
-    try:
-        product = fp8_experts.grouped(device_type, mx=is_mx, weights=recipe == "rowwise")
-    except ImportError as error:
-        return f"{said} in this torchao ({error})"
+    if not config.fp8_experts:
+        return "; the routed experts are not in fp8, as --fp8_experts is 0" if taken + others else ""
+    product = _grouped(config, device_type)
     for path, _, name in (each.rpartition(".") for each in taken):
         vars(model.get_submodule(path)).setdefault(PRODUCTS, {})[name] = product
     said = f"; {len(taken)} of {len(taken + others)} grouped products of routed experts"
     # torch's take a scale for each row, and e4m3 alone, where tensorwise has e5m2 for gradients.
-    said += ", as with rowwise_with_gw_hp" * (recipe == "tensorwise")
+    said += ", as with rowwise_with_gw_hp" * (config.fp8_recipe == "tensorwise")
     return f"{said}, without {_named(others)} by their sizes" if others else said
 
 
@@ -264,6 +278,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 
 def _of_experts(shape: ModelShape, mesh: Mesh, work: Workload) -> tuple[int, int]:
     """Count the values of rows, balanced, and of matrices that a layer's experts cast in forward on a rank."""
+    if not work.settings[Config].fp8_experts:
+        return 0, 0
     ranks = mesh.tp.size if splits_tokens(mesh, work) else 1
     # A token's experts save the inputs and outputs of three matrices: `sent`, and three times the inner width, twice.
     inner = (shape.routed // 2 - shape.sent) // 3
@@ -271,10 +287,11 @@ def _of_experts(shape: ModelShape, mesh: Mesh, work: Workload) -> tuple[int, int
 
 
 def gathered_less(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
-    """Count the bytes of a block that its gather in fp8 leaves out."""
+    """Count the bytes of a block that its gather in fp8 leaves out; below 0 where it would gather nothing."""
     if not work.settings[Config].fp8_all_gather or (shape.frozen_but is not None and casts_once(mesh, work.settings)):
         return 0
-    return (work.compute_bytes - 1) * (shape.linear // mesh.tp.size)
+    gathered = 0 if computes_with_shards(shape, mesh, work) else work.compute_bytes
+    return (gathered - 1) * (shape.linear // mesh.tp.size)
 
 
 def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:

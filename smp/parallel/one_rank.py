@@ -9,6 +9,7 @@ gradients serves activations again.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ def use_in_place(module: FSDPModule, *, reduces: bool) -> None:
     group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
     if group is None:  # a root of which every child is a unit has none
         return
-    gather = group.wait_for_unshard
+    gather, finalize, unit = group.wait_for_unshard, group.finalize_backward, weakref.ref(module)
 
     @functools.wraps(gather)
     def wait_for_unshard() -> None:
@@ -39,9 +40,19 @@ def use_in_place(module: FSDPModule, *, reduces: bool) -> None:
         for each in group.fsdp_params if reduces else ():
             leaf = each._unsharded_param
             if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:
-                leaf.register_post_accumulate_grad_hook(functools.partial(_reduce, module, each))
+                # By weak references: autograd's are not seen by Python's collector of circles.
+                leaf.register_post_accumulate_grad_hook(functools.partial(_reduce, unit, weakref.ref(each)))
 
-    group.wait_for_unshard = wait_for_unshard
+    @functools.wraps(finalize)
+    def finalize_backward() -> None:
+        finalize()
+        sums = sum_of(module)
+        if sums is not None and sums.last:  # of parameters that the last micro-batch has not used
+            for each, total in sums.partials.items():
+                _set_gradient(each, total.to(each.sharded_param.dtype))
+            sums.partials.clear()
+
+    group.wait_for_unshard, group.finalize_backward = wait_for_unshard, finalize_backward
 
 
 def _choose_memory(parameter: Any) -> None:
@@ -65,19 +76,33 @@ def _fills_its_memory(data: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _reduce(module: FSDPModule, parameter: Any, unsharded: torch.Tensor) -> None:
-    """Give the parameter's shard, which is all of it, a gradient that backward has just made.
+def _reduce(unit: Any, weight: Any, unsharded: torch.Tensor) -> None:
+    """Make a gradient that backward has just made that of the parameter's shard, which is all of it.
 
-    Left to torch are gradients that it sums before it reduces them, and those for which a script has set a hook.
+    torch's are gradients that it sums before it reduces them, and those for which a script has set a hook or a factor.
+
+    Args:
+        unit: reference to the module that the parameter is of.
+        weight: reference to what ``fully_shard`` has of the parameter.
     """
-    group, sums = cast(Any, module)._get_fsdp_state()._fsdp_param_group, sum_of(module)
+    module, parameter = unit(), weight()
+    group, sums = module._get_fsdp_state()._fsdp_param_group, sum_of(module)
     summed = not group.reduce_grads or parameter.unsharded_accumulated_grad is not None
-    if summed or group._all_reduce_hook is not sums:
+    asked = group._all_reduce_hook is not sums or len(unsharded._post_accumulate_grad_hooks or {}) > 1
+    # The second of torch 2.13.
+    asked |= any(getattr(group, name, None) for name in ("gradient_divide_factor", "reduce_scatter_unused_params"))
+    if summed or asked:
         return
-    gradient, shard = parameter.unsharded_grad_data, parameter.sharded_param
+    gradient = parameter.unsharded_grad_data.detach()
     unsharded.grad = None
     if sums is not None and (gradient := sums.add(parameter, gradient)) is None:
         return
+    _set_gradient(parameter, gradient)
+
+
+def _set_gradient(parameter: Any, gradient: torch.Tensor) -> None:
+    """Add to the gradient of a parameter's shard, and run its hooks."""
+    shard = parameter.sharded_param
     if shard.grad is None:
         shard.grad = parameter.to_sharded_dtensor(gradient.to(shard.dtype))
     else:

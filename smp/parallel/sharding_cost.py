@@ -49,11 +49,9 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     copies = _copies(mesh, work, receives=copied == unreduced)
     updates = moment is Moment.UPDATE
     gathered = shape.gathered(units, mesh)
-    if mesh.shard.size == 1 and not offloads:  # what has the dtype of the computation is used as it is
-        if optim.parameter_bytes == work.compute_bytes:
-            gathered = Trained(0, 0, 0, 0)
-        elif shape.frozen_but is not None:
-            gathered = shape.trained(*degrees)
+    if computes_with_shards(shape, mesh, work):
+        of_other_dtype = optim.parameter_bytes != work.compute_bytes
+        gathered = shape.trained(*degrees) if of_other_dtype else Trained(0, 0, 0, 0)
     gathered_by_update = working_bytes(shape.specs, mesh, work.settings[OptimConfig]) if updates else 0
     before = work.compute_bytes if mesh.loss.size == 1 else fp32  # of each parameter, as backward makes it
     if deferred:
@@ -66,6 +64,16 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         "gradients before reduction": unreduced * before,
         "communication buffers": copies * copied * fp32 + _buffer_bytes(shape, mesh, work) + gathered_by_update,
     }
+
+
+def computes_with_shards(shape: ModelShape, mesh: Mesh, work: Workload) -> bool:
+    """Return whether the weights of blocks are used as they are: of the computation's dtype, where one rank has them.
+
+    Those of adapters' base are.
+    """
+    if mesh.shard.size > 1 or work.settings[ActivationConfig].cpu_offload:
+        return False
+    return shape.frozen_but is not None or work.settings[OptimConfig].parameter_bytes == work.compute_bytes
 
 
 def _unreduced(shape: ModelShape, mesh: Mesh, moment: Moment, *, table: int, last: int, block: int) -> int:

@@ -23,7 +23,7 @@ from smp.optim.optimizers import gathered_bytes, moved_bytes, product_flops
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.fp8 import Config as Fp8Config
-from smp.parallel.fp8 import gathered_less, has_grouped
+from smp.parallel.fp8 import gathered_less
 from smp.parallel.lora import Config as LoraConfig
 from smp.parallel.nf4 import BYTES
 from smp.parallel.technique import Sent, member
@@ -96,10 +96,11 @@ def _block(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, mer
     weights, routed = _block_weights(shape), shape.active if shape.experts else 0
     plain = products = 2 * tokens * weights / tp / (peak * share.products)
     fp8 = work.settings[Fp8Config]
-    others = routed * (not has_grouped(fp8, row.capability))  # weights of products that are not in fp8
+    others = routed * (not fp8.fp8_experts)  # weights whose products are not in fp8
     if fp8.fp8:
         products *= (others + (weights - others) * peak / row.flops(1)) / weights
-    others = weights if fp8.fp8_recipe == "rowwise_with_gw_hp" else routed if fp8.fp8_recipe == "tensorwise" else 0
+    has_hp = {"rowwise_with_gw_hp": weights, "tensorwise": routed * fp8.fp8_experts}  # and whose gradients are not
+    others = has_hp.get(fp8.fp8_recipe, 0)
     of_weights = products + (plain - products) * others / weights
     return _Block(
         products=products,

@@ -53,7 +53,7 @@ _ON_RESUME = {
         training_dir test_dir zipped_data tokenizer_name_or_dir text_document_separator shuffle_data document_mask seed
         deterministic stochastic_rounding weight_decay beta1 beta2 adam_eps muon_momentum muon_nesterov muon_adjust_lr
         muon_dtype grad_clip lr lr_decay_style lr_decay_iters min_lr warmup plateau wsd_decay lr_compat bf16 fp8
-        fp8_recipe z_loss lora_target_modules lora_target_parameters adapter_path dpo
+        fp8_recipe fp8_experts z_loss lora_target_modules lora_target_parameters adapter_path dpo
         dpo_beta dpo_label_smoothing dpo_loss nonfinite nonfinite_budget
     """,
     FREE: """

@@ -8,6 +8,7 @@ pytestmark = pytest.mark.full
 pytest.importorskip("torchao")
 MIXTRAL = (
     *("--model_type", "mixtral", "--hidden_width", "1024", "--num_heads", "8", "--num_layers", str(BLOCKS)),
+    *("--fp8", "1", "--fp8_experts", "1"),
     *("--max_context_width", "1024", "--train_batch_size", "1", "--vocab_size", "1024"),
 )  # fmt: skip
 
@@ -17,7 +18,7 @@ MIXTRAL = (
     ("rowwise_with_gw_hp", 2, "smp/parallel/experts/compute.py"), ("rowwise", 3, "smp/parallel/fp8_experts.py"),
 ])  # fmt: skip
 def test_grouped_products(recipe, in_fp8, file, ep):
-    found = report(*MIXTRAL, "--fp8", "1", "--fp8_recipe", recipe, "--expert_parallel_degree", str(ep))
+    found = report(*MIXTRAL, "--fp8_recipe", recipe, "--expert_parallel_degree", str(ep))
     step, products = found["steps"][-1], 2 * BLOCKS
     assert f"{products} of {products} grouped products of routed experts." in found["log"]
     ran = {name: count for name, count in step["operations"].items() if "grouped" in name}

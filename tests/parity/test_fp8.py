@@ -274,8 +274,10 @@ def test_transposed_layers():
     assert all(1e-7 < relative(a - b, b) < 0.3 for a, b in zip(found, wanted, strict=True) if b.dim() == 2)
 
 
-def test_routers_are_not():
-    model = prepared(experts.build("qwen3_moe", torch.float32))
+def test_routers_and_routed_experts_are_not(caplog):
+    with caplog.at_level("INFO", "smp"):
+        model = prepared(experts.build("qwen3_moe", torch.float32))
+    assert "; the routed experts are not in fp8, as --fp8_experts is 0." in caplog.text
     found = {path.rpartition(".")[2] for path, module in model.named_modules() if product_of(module) is not PLAIN}
     assert "q_proj" in found and not {"gate", "lm_head"} & found
 

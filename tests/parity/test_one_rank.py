@@ -1,6 +1,8 @@
 """A group of one rank: torch's bits, with fewer copies and one stream."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp
-from smp.parallel.sharding import set_gradient_sync
+from smp.config import ParallelConfig
+from smp.mesh import resolve_mesh
+from smp.parallel.sharding import fsdp_modules, set_gradient_sync, shard_model
 from tests.distributed import run_distributed
 from tests.reference import build_reference, global_batch, tiny_config
 from tests.unit.test_activation_offload import blocks_of
@@ -141,3 +145,91 @@ def _replace_values():
 
 def test_values_that_a_script_replaces_are_computed_with():
     run_distributed(_replace_values, world_size=1)
+
+
+def _scripts():
+    smp.init({})
+    reference = build_reference("llama_gqa", torch.float32)
+
+    def begun():
+        return smp.parallelize(copy.deepcopy(reference), dtype=torch.bfloat16)
+
+    # The collector finds a model whose weights autograd's hooks know.
+    for recorded in (True, False):
+        model = begun()
+        with torch.set_grad_enabled(recorded):
+            loss = model(input_ids=global_batch(0)[0]).logits.float().square().mean()
+        if recorded:
+            loss.backward()
+        known = weakref.ref(model)
+        del model, loss
+        gc.collect()
+        assert known() is None
+    plain = begun()
+    backward(plain, 0, last=True)
+    expected = gradients(plain)
+
+    def check(model, times=1.0):
+        backward(model, 0, last=True)
+        assert all(torch.equal(found, expected[name] * times) for name, found in gradients(model).items())
+
+    # What a script asks of torch is torch's: it divides by the factor twice where there is one rank.
+    model = begun()
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(4.0)
+    check(model, 1 / 16)
+    model, seen = begun(), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    for module in fsdp_modules(model):
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True)
+    check(model)
+    assert len(seen) == len(expected) == len({id(each) for each in seen})
+    model, gathered = begun(), []
+    norm = blocks_of(model)[0].input_layernorm
+
+    def watch(module, _):
+        module.weight.register_post_accumulate_grad_hook(lambda leaf: gathered.append(leaf.grad is not None))
+
+    norm.register_forward_pre_hook(watch)
+    check(model)
+    assert gathered == [True]
+
+
+def test_what_a_script_asks_of_gradients_holds():
+    run_distributed(_scripts, world_size=1)
+
+
+class Two(torch.nn.Module):
+    """Two layers, of which a forward may leave one out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x, uses):
+        found = self.first(x)
+        return self.second(found) if uses else found
+
+
+def _leaves_one_out():
+    mesh = resolve_mesh(ParallelConfig(), world_size=1, local_world_size=1).join("cpu")
+    x, found = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).bfloat16(), []
+    for rounds_once in (False, True):
+        model = shard_model(
+            Two().bfloat16(), [], mesh=mesh, parallel=ParallelConfig(), param_dtype=torch.bfloat16,
+            rounds_once=rounds_once,
+        )  # fmt: skip
+        for _ in range(2):
+            for last in (False, True):
+                set_gradient_sync(model, last=last, defer=False)
+                model(x, uses=not last).float().square().mean().backward()
+            found.append(model.second.weight.grad.full_tensor())
+            model.zero_grad()
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_a_gradient_of_an_earlier_microbatch_alone_is_of_its_step():
+    run_distributed(_leaves_one_out, world_size=1)

@@ -89,14 +89,20 @@ def test_layers_of_other_sizes():
     assert "multiples of 32 (" in found
 
 
+@check("fp8_experts")
 def test_experts_need_multiples_whatever_the_ranks():
     """Tensor parallelism does not split them."""
-    config = experts.config_of("mixtral", hidden_size=48, head_dim=24)
-    setup = Setup(family_of(config), lay_out(1, 1, 2), Settings((fp8.Config(fp8=True), ParallelConfig())))
+    with pytest.raises(ConfigError, match="--fp8_experts 1 is of --fp8 1: set it, or leave this out"):
+        fp8.Config(fp8_experts=True)
+    config, sections = (
+        experts.config_of("mixtral", hidden_size=48, head_dim=24),
+        [fp8.Config(fp8=True, fp8_experts=True)],
+    )
+    setup = Setup(family_of(config), lay_out(1, 1, 2), Settings((*sections, ParallelConfig())))
     assert fp8.problems(config, setup) == []
     config.hidden_size = 40
     (found,) = fp8.problems(config, setup)
-    assert "no linear layer of the blocks has outputs and inputs of multiples of 32 (" in found
+    assert "the model has no routed experts with outputs and inputs of multiples of 16, " in found
 
 
 def test_products_are_not_left_to_overlapped_collectives():
@@ -136,31 +142,26 @@ def test_products_are_planned_faster_where_the_gpu_has_fp8():
     assert seconds("a100_80gb", fp8=True) > seconds("a100_80gb")  # its products are those of bf16, and casts are more
 
 
-def test_experts_are_planned_where_the_gpu_has_their_products():
-    words = [
-        "--model_type",
-        "mixtral",
-        "--hidden_width",
-        4096,
-        "--num_heads",
-        32,
-        "--num_layers",
-        2,
-        "--vocab_size",
-        512,
-    ]
-    model, mesh = resolve_model(parse([*words, "--use_synthetic_data", 1]).model), lay_out()
-    work = Workload(1024, 8, 2, Settings((fp8.Config(fp8=True),)), moment=Moment.LAST_BLOCK, device_type="cuda")
+def test_experts_are_planned_in_fp8():
+    words = "--model_type mixtral --hidden_width 4096 --num_heads 32 --num_layers 2 --vocab_size 512"
+    model, mesh = resolve_model(parse([*words.split(), "--use_synthetic_data", 1]).model), lay_out()
+    settings = Settings((fp8.Config(fp8=True, fp8_experts=True),))
+    work = Workload(1024, 8, 2, settings, moment=Moment.LAST_BLOCK, device_type="cuda")
     shape = shape_of(model, work.settings)
-    others = 1 - shape.active / (shape.block - shape.experts + shape.active)  # of the weights of a token
-    for row, recipe, share in (
-        ("h100", "rowwise", 1), ("b200", "rowwise", others), ("b200", "mxfp8", 1), ("l40s", "tensorwise", others),
+    share = shape.active / (shape.block - shape.experts + shape.active)  # of the weights of a token
+
+    def block(**changes):
+        return _block(shape, mesh, work.changed(**changes), DEVICES["h100"], merged=0)
+
+    plain = block(fp8=False, fp8_experts=False).products
+    # Parts of the products, and of those for weights' gradients, that take half the time.
+    for recipe, of_layers, part, of_gradients in (
+        ("rowwise", 1, 1, 1), ("rowwise_with_gw_hp", 1, 1, 0), ("tensorwise", 1, 1, 1 - share),
+        ("rowwise", 0, 1 - share, 1 - share), ("tensorwise", 0, 1 - share, 1 - share),
     ):  # fmt: skip
-        plain, found = (
-            _block(shape, mesh, work.changed(**changes), DEVICES[row], merged=0).products
-            for changes in ({"fp8": False}, {"fp8_recipe": recipe})
-        )
-        assert found == pytest.approx(plain * (1 - share / 2)), (row, recipe)
+        found = block(fp8_recipe=recipe, fp8_experts=bool(of_layers))
+        halves = [found.products, found.gradients - found.products]
+        assert halves == pytest.approx([plain * (1 - part / 2), plain * (1 - of_gradients / 2)]), recipe
     # A step casts a layer's rows and matrices, and has the rows and two of three matrices of each expert at once.
     tokens, inner = 8 * 1024, shape.intermediate
     assert shape.experts == 8 * 3 * 4096 * inner
@@ -197,6 +198,10 @@ def test_gathers_in_fp8_are_planned_with_a_byte_for_a_value():
     shape, adapters = planned([], adapters=True, **given)
     assert fp8_gather.cost(shape, mesh, adapters)["gathered parameters"] == -2 * less
     assert fp8_gather.cost(shape, lay_out(), adapters) == {}  # cast once
+    # Where weights of the computation's dtype are used as they are, what is gathered in fp8 comes besides.
+    kept = dataclasses.replace(work, compute_bytes=4)
+    found = fp8_gather.cost(planned([], **given)[0], lay_out(reshard_after_forward=False), kept)
+    assert found["gathered parameters"] == planned([], **given)[0].layers * shape.linear
     wide = ["--hidden_width", 4096, "--llama_intermediate_size", 14336, "--num_heads", 32]
     found = []
     for changes in (given, {**given, "fp8_all_gather": False}):
