@@ -457,8 +457,9 @@ def little_memory(monkeypatch):
 @pytest.mark.parametrize("profiled", [0, 1])
 @pytest.mark.full
 def test_out_of_memory_ends_with_a_table_and_advice(tmp_path, little_memory, profiled):
+    # Far more than the free blocks that earlier tests may have left in this process' heap.
     outcome = run_job(
-        *SMALL, "--output_dir", tmp_path / "run", "--max_steps", 1, "--train_batch_size", 64, "--loss_chunk_tokens", 0,
+        *SMALL, "--output_dir", tmp_path / "run", "--max_steps", 1, "--train_batch_size", 512, "--loss_chunk_tokens", 0,
         "--activation_checkpointing", 0, "--enable_memory_profiling", profiled,
     )  # fmt: skip
     assert outcome.statuses == [1] and "Traceback" not in outcome.output, outcome.output
