@@ -54,8 +54,8 @@ test-slow: setup
 test-qlora: .torchao
 	PYTHONPATH=.torchao $(BIN)/python -m pytest -n 2 -m "not slow" -k "bits or qlora or fp8" \
 		tests/parity/test_qlora.py tests/parity/test_plan_bytes.py tests/resume/test_lora_job.py tests/unit/test_flags_finetuning.py \
-		tests/parity/test_adamw_8bit.py tests/parity/test_fp8.py tests/parity/test_fp8_experts.py tests/cuda_path/test_fp8.py \
-		tests/unit/test_fp8.py tests/resume/test_fp8_job.py
+		tests/parity/test_adamw_8bit.py tests/parity/test_fp8.py tests/parity/test_fp8_experts.py tests/parity/test_fp8_gather.py \
+		tests/cuda_path/test_fp8.py tests/unit/test_fp8.py tests/resume/test_fp8_job.py
 	@$(JOB) --config configs/demo.yaml --output_dir runs/wide --max_steps 20 --model none --model_type llama_v2 --hidden_width 128 \
 		--num_layers 4 --num_heads 4 --llama_intermediate_size 384 --vocab_size 2048 --max_context_width 128
 	@PYTHONPATH=.torchao $(JOB) --config configs/qlora.yaml --max_steps 20 --output_dir runs/test_qlora

@@ -231,3 +231,12 @@ def test_importing_smp_is_light():
 def test_no_unnumbered_todo():
     for path in sources():
         assert not re.search(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))", path.read_text()), path
+
+
+def test_what_needs_torchao_is_run_where_it_is():
+    """Elsewhere it is skipped: torchao is in no environment but that of `make test-qlora`."""
+    makefile = (ROOT / "Makefile").read_text()
+    own = pathlib.Path(__file__)
+    needing = [path for path in (ROOT / "tests").rglob("test_*.py") if 'importorskip("torchao")' in path.read_text()]
+    names = {path.relative_to(ROOT).as_posix() for path in needing if path != own and path.parent.name != "gpu"}
+    assert len(names) > 5 and {name for name in names if f" {name}" not in makefile.replace("\t", " ")} == set()
