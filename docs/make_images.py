@@ -55,13 +55,15 @@ STYLE = {
 
 def take_losses(metrics: list[pathlib.Path]) -> None:
     """Keep of runs' metrics what their picture needs."""
+    several = FP8 if metrics[0].parent.name == "bf16" else OPTIMIZERS
+    keys = ("step", "val_loss") if several is FP8 else ("step", "loss", "val_loss")
     kept = []
     for file in metrics:
         name = {} if len(metrics) == 1 else {"run": file.parent.name}
         for record in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-            kept.append(name | {k: round(record[k], 5) for k in ("step", "loss", "val_loss") if k in record})
+            found = {key: round(record[key], 5) for key in keys if key in record}
+            kept += [name | found] if len(found) > 1 else []
     lines = "".join(json.dumps(record) + "\n" for record in kept)
-    several = FP8 if metrics[0].parent.name == "bf16" else OPTIMIZERS
     (LOSSES if len(metrics) == 1 else several).write_text(lines, encoding="utf-8")
 
 

@@ -39,7 +39,7 @@ _SITES: dict[str, dict[str, str]] = {
     "smp.optim.muon": {"": COMMUNICATION},  # full matrices
     "smp.parallel.grad_norm": {"": GRADIENTS},
     "smp.parallel.gradient_sum": {"": GRADIENTS},
-    "smp.parallel.one_rank": {"_reduce": GRADIENTS},
+    "smp.parallel.one_rank": {"_set_gradient": GRADIENTS},
     "smp.loss": {"": LOGITS},
     "smp.parallel.linear_loss": {"": LOGITS},
     "torch.optim.optimizer": {"": OPTIMIZER, "Optimizer.zero_grad": GRADIENTS},  # around every step, too

@@ -49,7 +49,7 @@ def use_in_place(module: FSDPModule, *, reduces: bool) -> None:
         sums = sum_of(module)
         if sums is not None and sums.last:  # of parameters that the last micro-batch has not used
             for each, total in sums.partials.items():
-                _set_gradient(each, total.to(each.sharded_param.dtype))
+                _set_gradient(each, total)
             sums.partials.clear()
 
     group.wait_for_unshard, group.finalize_backward = wait_for_unshard, finalize_backward
